@@ -1,0 +1,1 @@
+"""The Numba twins of the kernels in ``cuda_src``: the same stems, names and steps, in Python."""
