@@ -1,0 +1,22 @@
+"""Exact attention for NumPy and CuPy, from raw CUDA C++ and Numba kernels, without a framework."""
+
+from workbench.api import attention, attention_backward, merge_attention, vector_add
+from workbench.checks import Gradients
+from workbench.compile import CompileError, ToolchainError
+from workbench.explain import Explanation, explain
+from workbench.table import KERNELS, Kernel, NoKernelError
+
+__all__ = [
+    "KERNELS",
+    "CompileError",
+    "Explanation",
+    "Gradients",
+    "Kernel",
+    "NoKernelError",
+    "ToolchainError",
+    "attention",
+    "attention_backward",
+    "explain",
+    "merge_attention",
+    "vector_add",
+]

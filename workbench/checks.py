@@ -1,0 +1,881 @@
+"""Every check of what a user passed in, and the arrays made ready for a backend.
+
+`prepare_attention`, `prepare_attention_backward`, `prepare_vector_add` and `prepare_merge` raise a
+`TypeError` or a `ValueError` that names the argument, what it got and what it takes, or return a
+`Problem` (sizes and options, never arrays) and the `Arrays` in one canonical form: 4-D views of
+shape (batch, heads, seqlen, head_dim) with a unit stride on the last axis. Nobody behind this
+module validates again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from workbench import compile as compiler
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+LAYOUTS = ("bhnd", "bnhd")
+HOST_BACKENDS = ("cpu", "reference")
+DEVICE_BACKENDS = ("cuda", "numba")
+BACKENDS = ("auto", *DEVICE_BACKENDS, *HOST_BACKENDS)
+MAX_ALIGNMENT = 16  # bytes: the widest load or store of one thread
+
+Array = Any  # numpy.ndarray or cupy.ndarray: CuPy is not imported before it is needed
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What one call of `attention` or `attention_backward` asks for, without its arrays.
+
+    Attributes
+    ----------
+    op : str
+        ``"attention"`` or ``"attention_backward"``.
+    dtype : str
+        Of q, k, v, dout and out: a key of `DTYPES`.
+    window_left, window_right : int or None
+        Keys before and after a query's position that it sees; None is open, causal is a right 0.
+    top_left : bool
+        A query i stands at p = i; otherwise at p = i + kv_length - q_length.
+    strides : tuple
+        ``(name, strides in elements)`` of the arrays that a GPU kernel reads by stride: three for
+        (batch, heads, seqlen) arrays, four for mask, bias and dbias. Empty on the host.
+    alignment : int
+        The largest power of two, up to 16, that divides every address and outer stride in bytes.
+    """
+
+    op: str
+    dtype: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    softcap: float = 0.0
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    has_mask: bool = False
+    has_bias: bool = False
+    has_q_lengths: bool = False
+    has_kv_lengths: bool = False
+    has_dlse: bool = False
+    return_dbias: bool = False
+    deterministic: bool = False
+    strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    alignment: int = MAX_ALIGNMENT
+
+    @property
+    def acc_dtype(self) -> str:
+        """Dtype of the accumulation, of lse and of a bias inside the kernels."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def has_range(self) -> bool:
+        """Whether anything but the end of the array limits the keys by their position."""
+        return (
+            self.window_left is not None
+            or self.window_right is not None
+            or self.has_q_lengths
+            or self.has_kv_lengths
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorProblem:
+    """What one call of `vector_add` asks for: sizes as a GPU kernel walks them.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        At most four axes: axes that are contiguous in all three arrays are merged into one.
+    strides : tuple
+        ``(name, strides in elements)`` of a, b and out, one stride an axis of `shape`.
+    alignments : tuple of int
+        Address of a, b and out modulo 16 bytes.
+    """
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[tuple[str, tuple[int, ...]], ...]
+    alignments: tuple[int, ...] = (0, 0, 0)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether all three arrays are one run of elements."""
+        return self.size < 2 or (
+            len(self.shape) == 1 and all(strides == (1,) for _, strides in self.strides)
+        )
+
+
+class Arrays(NamedTuple):
+    """The arrays of one call in canonical form, outputs included; a backend fills the outputs.
+
+    Shapes are (batch, heads, seqlen, head_dim) whatever the caller's layout; mask and bias are
+    broadcast views of (batch, heads_q, seqlen_q, seqlen_k); lse and dlse are C-contiguous
+    (batch, heads_q, seqlen_q); dbias has the bias's own axes of length 1.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    mask: Array = None
+    bias: Array = None
+    q_lengths: Array = None
+    kv_lengths: Array = None
+    dout: Array = None
+    dlse: Array = None
+    dq: Array = None
+    dk: Array = None
+    dv: Array = None
+    dbias: Array = None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A checked call: what to compute, on what, and how its results go back to the caller.
+
+    Attributes
+    ----------
+    backend : str
+        Never ``"auto"``.
+    outputs : list
+        ``(name, filled, target)``: the array that the backend fills, in the caller's layout, and
+        the array that the caller gave for it, which takes a copy unless it is the same.
+    copied : list of str
+        Sentences about inputs that could not be read in place.
+    to_host : bool
+        Whether host arrays went to the GPU, so that the results go back.
+    """
+
+    backend: str
+    problem: Any = None
+    arrays: Any = None
+    outputs: list[tuple[str, Array, Array | None]] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    to_host: bool = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernel reads the caller's arrays and its outputs are the results."""
+        return not self.copied and all(target is None for _, _, target in self.outputs)
+
+    @property
+    def device(self) -> int:
+        """The GPU that holds the arrays."""
+        return int(self.outputs[0][1].data.device_id)
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of `attention`; ``dbias`` is None unless it was asked for."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None = None
+
+
+# ---------------------------------------------------------------------------------------- arrays
+
+
+def is_device_array(x: Any) -> bool:
+    """Whether `x` is a CuPy array, without importing CuPy for those who have none."""
+    return type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "data")
+
+
+def array_module(x: Array) -> ModuleType:
+    """The module, numpy or cupy, that `x` belongs to."""
+    if is_device_array(x):
+        import cupy
+
+        return cupy  # type: ignore[no-any-return]
+    return np
+
+
+def as_array(name: str, x: Any) -> Array:
+    """Take `x` as a NumPy or CuPy array without a copy; anything with DLPack or CAI is viewed."""
+    if type(x) is np.ndarray or is_device_array(x):
+        return x
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)
+    if hasattr(x, "__cuda_array_interface__"):
+        import cupy
+
+        return cupy.asarray(x)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        try:
+            if x.__dlpack_device__()[0] == 1:  # kDLCPU
+                return np.from_dlpack(x)
+            import cupy
+
+            return cupy.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(f"{name}: its DLPack export cannot be read: {error}") from error
+    raise TypeError(
+        f"{name} is a {type(x).__name__}; it takes a NumPy or CuPy array, or an object with "
+        "__dlpack__ or __cuda_array_interface__"
+    )
+
+
+def _take_arrays(named: Mapping[str, Any]) -> dict[str, Array]:
+    """All arrays of a call, of one kind and on one device."""
+    arrays = {name: as_array(name, x) for name, x in named.items() if x is not None}
+    on_device = {name: is_device_array(x) for name, x in arrays.items()}
+    if len(set(on_device.values())) > 1:
+        kinds = ", ".join(
+            f"{n} is a {'CuPy' if d else 'NumPy'} array" for n, d in on_device.items()
+        )
+        raise TypeError(f"host and device arrays do not mix: {kinds}")
+    devices = {name: x.data.device_id for name, x in arrays.items() if on_device[name]}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            "all arrays must be on one GPU: "
+            + ", ".join(f"{name} is on GPU {device}" for name, device in devices.items())
+        )
+    return {name: _native(x) for name, x in arrays.items()}
+
+
+def _native(x: Array) -> Array:
+    """Copy a NumPy array that no kernel can read: foreign byte order or unaligned elements."""
+    if isinstance(x, np.ndarray) and not (x.dtype.isnative and x.flags.aligned):
+        return x.astype(x.dtype.newbyteorder("="), order="C")
+    return x
+
+
+def _shapes(arrays: dict[str, Array], names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name} {arrays[name].shape}" for name in names if name in arrays)
+
+
+def dtype_name(name: str, x: Array) -> str:
+    """The key of `DTYPES` for the dtype of `x`."""
+    for key, dtype in DTYPES.items():
+        if x.dtype == dtype:
+            return key
+    raise TypeError(f"{name} has dtype {x.dtype}; it takes {', '.join(DTYPES)}")
+
+
+def _same_dtype(arrays: dict[str, Array], names: tuple[str, ...]) -> str:
+    present = [name for name in names if name in arrays]
+    dtype = dtype_name(present[0], arrays[present[0]])
+    for name in present[1:]:
+        if dtype_name(name, arrays[name]) != dtype:
+            kinds = ", ".join(f"{n} {arrays[n].dtype}" for n in present)
+            raise TypeError(f"{name} must have the dtype of {present[0]}; got {kinds}")
+    return dtype
+
+
+def _canonical(x: Array, layout: str) -> Array:
+    """View (…, seqlen, head_dim) of 2 to 4 axes as (batch, heads, seqlen, head_dim)."""
+    if layout == "bnhd":
+        if x.ndim == 2:
+            x = x[:, None]
+        if x.ndim == 3:
+            x = x[None]
+        return x.swapaxes(1, 2)
+    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
+
+
+def _unit_last_stride(x: Array) -> Array:
+    """`x`, or a contiguous copy where a row's elements do not lie side by side."""
+    if x.shape[-1] > 1 and x.strides[-1] != x.itemsize and x.size:
+        return array_module(x).ascontiguousarray(x)
+    return x
+
+
+# --------------------------------------------------------------------------------------- options
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r}; it takes True or False")
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    raise ValueError(f"{name} is {value!r}; it takes one of {', '.join(map(repr, choices))}")
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite real number as a Python float; NumPy scalars and 0-d arrays are numbers too."""
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        raise TypeError(f"{name} is {value!r}; it takes a real number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {value!r}; it takes a real number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it takes a finite number")
+    return number
+
+
+def _window_end(side: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        end = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"window's {side} end is {value!r}; it takes an integer or None") from error
+    if end < -1:
+        raise ValueError(
+            f"window's {side} end is {end}; it takes 0 or more, or -1 or None for open"
+        )
+    return None if end == -1 else end
+
+
+def _key_window(causal: Any, window: Any) -> tuple[int | None, int | None, bool]:
+    """(left, right, top_left) of the keys around a query's position."""
+    if not (
+        isinstance(causal, (bool, np.bool_)) or (isinstance(causal, str) and causal == "top_left")
+    ):
+        raise ValueError(f"causal is {causal!r}; it takes True, False or 'top_left'")
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window is {window!r}; it takes a pair (left, right) or None")
+        left, right = _window_end("left", window[0]), _window_end("right", window[1])
+    return left, 0 if causal else right, isinstance(causal, str)
+
+
+def _lengths(name: str, x: Array, batch: int, seqlen: int, axis: str) -> Array:
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {x.dtype}; it takes an integer array of shape (batch,)")
+    if x.shape != (batch,):
+        raise ValueError(f"{name} has shape {x.shape}; it takes (batch,) = ({batch},)")
+    # Lengths on the GPU are clamped by the kernels: a check here would make the host wait.
+    if isinstance(x, np.ndarray) and x.size and (x.min() < 0 or x.max() > seqlen):
+        raise ValueError(f"{name} is {x.tolist()}; each must be from 0 to {axis} = {seqlen}")
+    return array_module(x).ascontiguousarray(x.astype(np.int32, copy=False))
+
+
+def _broadcast(name: str, x: Array, shape: tuple[int, int, int, int]) -> Array:
+    """`x` as a 4-D view of `shape`, with stride 0 along every axis that it is broadcast over."""
+    fits = x.ndim <= 4 and all(
+        n in (1, want) for n, want in zip(x.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {x.shape}; it must broadcast to (batch, heads_q, seqlen_q, seqlen_k)"
+            f" = {shape}"
+        )
+    return array_module(x).broadcast_to(x, shape)
+
+
+# ------------------------------------------------------------------------------------- attention
+
+_INPUTS = ("q", "k", "v")
+
+
+def resolve_backend(backend: str, on_device: bool) -> str:
+    """The backend that runs a call; ``"auto"`` is a GPU's where there is one."""
+    _choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        return "cuda" if on_device or compiler.gpu_missing() is None else "cpu"
+    if on_device and backend in HOST_BACKENDS:
+        raise ValueError(
+            f"backend {backend!r} takes NumPy arrays, but the arrays are on a GPU; "
+            "use 'cuda' or 'numba', or copy them with cupy.asnumpy"
+        )
+    return backend
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+
+
+def _sizes(arrays: dict[str, Array], layout: str) -> _Sizes:
+    """The sizes that q, k and v agree on."""
+    shown = _shapes(arrays, _INPUTS)
+    for name in _INPUTS:
+        if not 2 <= arrays[name].ndim <= 4:
+            raise ValueError(f"{name} has {arrays[name].ndim} axes; it takes 2 to 4: {shown}")
+        if arrays[name].ndim != arrays["q"].ndim:
+            raise ValueError(f"{name} must have as many axes as q: {shown}")
+    q, k, v = (_canonical(arrays[name], layout).shape for name in _INPUTS)
+    for axis, label in ((0, "batch"), (1, "heads"), (2, "seqlen")):
+        if k[axis] != v[axis]:
+            raise ValueError(f"v must have k's {label}, {k[axis]}, but has {v[axis]}: {shown}")
+    if k[0] != q[0]:
+        raise ValueError(f"k must have q's batch, {q[0]}, but has {k[0]}: {shown}")
+    if k[3] != q[3]:
+        raise ValueError(f"k must have q's head_dim, {q[3]}, but has {k[3]}: {shown}")
+    if q[3] == 0 or v[3] == 0:
+        raise ValueError(f"head_dim must be at least 1: {shown}")
+    if q[1] != k[1] and (k[1] == 0 or q[1] % k[1]):
+        raise ValueError(
+            f"q's heads, {q[1]}, must be a multiple of the heads of k and v, {k[1]}: {shown}"
+        )
+    return _Sizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
+
+
+def _expect_shape(name: str, x: Array, shape: tuple[int, ...], context: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; it takes {shape}: {context}")
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call whose arguments have all been checked, before any array is copied or allocated."""
+
+    given: dict[str, Array]
+    layout: str
+    ndim: int
+    sizes: _Sizes
+    dtype: str
+    options: dict[str, Any]
+
+    @property
+    def acc(self) -> np.dtype[Any]:
+        return DTYPES["float64" if self.dtype == "float64" else "float32"]
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        sizes = self.sizes
+        return sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.score_shape[:3][4 - self.ndim :]
+
+    def tensor_shape(self, name: str) -> tuple[int, int, int, int]:
+        """Canonical shape of q, k, v, out or one of their gradients."""
+        batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = self.sizes
+        return {
+            "q": (batch, heads_q, seqlen_q, head_dim),
+            "k": (batch, heads_kv, seqlen_k, head_dim),
+            "v": (batch, heads_kv, seqlen_k, head_dim_v),
+            "out": (batch, heads_q, seqlen_q, head_dim_v),
+        }[name.removeprefix("d") if name != "dout" else "out"]
+
+    def user_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the same array in the caller's layout and number of axes."""
+        batch, heads, seqlen, dim = self.tensor_shape(name)
+        if self.ndim == 2:
+            return (seqlen, dim)
+        four = (batch, heads, seqlen, dim) if self.layout == "bhnd" else (batch, seqlen, heads, dim)
+        return four[4 - self.ndim :]
+
+
+def _check(
+    named: Mapping[str, Any],
+    tensors: tuple[str, ...],
+    *,
+    causal: Any,
+    window: Any,
+    scale: Any,
+    softcap: Any,
+    layout: Any,
+) -> _Call:
+    """Check what forward and backward have in common."""
+    _choice("layout", layout, LAYOUTS)
+    given = _take_arrays(named)
+    dtype = _same_dtype(given, tensors)
+    sizes = _sizes(given, layout)
+    left, right, top_left = _key_window(causal, window)
+    softcap = _number("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it takes 0 (off) or a positive number")
+    call = _Call(given, layout, given["q"].ndim, sizes, dtype, {})
+    call.options = {
+        "scale": 1.0 / math.sqrt(sizes.head_dim) if scale is None else _number("scale", scale),
+        "softcap": softcap,
+        "window_left": left,
+        "window_right": right,
+        "top_left": top_left,
+    }
+    if "mask" in given and given["mask"].dtype != np.bool_:
+        raise TypeError(f"mask has dtype {given['mask'].dtype}; it takes bool, True = may attend")
+    if "bias" in given:
+        dtype_name("bias", given["bias"])
+    for name in ("mask", "bias"):
+        if name in given:
+            _broadcast(name, given[name], call.score_shape)
+    for name, axis, seqlen in (
+        ("q_lengths", "seqlen_q", sizes.seqlen_q),
+        ("kv_lengths", "seqlen_k", sizes.seqlen_k),
+    ):
+        if name in given:
+            given[name] = _lengths(name, given[name], sizes.batch, seqlen, axis)
+    return call
+
+
+def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: Any, call: _Call) -> Array:
+    """Check an array that the caller gave for a result."""
+    x = as_array(name, x)
+    if is_device_array(x) != is_device_array(call.given["q"]):
+        raise TypeError(f"{name} must be a NumPy or CuPy array as q is; got a {type(x).__name__}")
+    _expect_shape(name, x, shape, _shapes(call.given, _INPUTS))
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; it takes {dtype}")
+    _check_writable(name, x, call.given)
+    return x
+
+
+def _check_writable(name: str, x: Array, inputs: dict[str, Array]) -> None:
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        raise ValueError(f"{name} is read-only")
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True)):
+        raise ValueError(f"{name} repeats its elements (stride 0), so it cannot be written to")
+    for other, array in inputs.items():
+        if _overlap(x, array):
+            raise ValueError(f"{name} overlaps {other} in memory; it takes an array of its own")
+
+
+class _Span:
+    """The memory of an array as NumPy sees addresses: never read, on a GPU or not."""
+
+    def __init__(self, x: Array) -> None:
+        pointer = x.data.ptr if is_device_array(x) else x.ctypes.data
+        self.__array_interface__ = {
+            "data": (pointer, False),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.itemsize}",
+            "version": 3,
+        }
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    if is_device_array(a) != is_device_array(b) or not (a.size and b.size):
+        return False
+    x, y = np.asarray(_Span(a)), np.asarray(_Span(b))
+    try:
+        return np.shares_memory(x, y, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return np.may_share_memory(x, y)
+
+
+def _place(call: _Call, backend: Any) -> Prepared:
+    """Resolve the backend and bring host arrays to the GPU where that backend needs them."""
+    on_device = is_device_array(call.given["q"])
+    prepared = Prepared(resolve_backend(backend, on_device))
+    if prepared.backend in DEVICE_BACKENDS and not on_device:
+        cupy = compiler.require_gpu(prepared.backend)
+        prepared.to_host = True
+        call.given = {name: cupy.asarray(x) for name, x in call.given.items()}
+        prepared.copied.append("NumPy arrays are copied to the GPU and the results back")
+    return prepared
+
+
+def _ready_inputs(call: _Call, tensors: tuple[str, ...], copied: list[str]) -> dict[str, Array]:
+    """Canonical views of the inputs; what no kernel can read in place is copied, and said."""
+    ready: dict[str, Array] = {}
+    xp = array_module(call.given["q"])
+    for name in tensors:
+        view = _canonical(call.given[name], call.layout)
+        ready[name] = _unit_last_stride(view)
+        if ready[name] is not view:
+            copied.append(f"{name} is copied: the elements of its last axis are not side by side")
+    for name in ("lse", "dlse"):
+        if name in call.given:
+            ready[name] = xp.ascontiguousarray(call.given[name].reshape(call.score_shape[:3]))
+            if not call.given[name].flags.c_contiguous:
+                copied.append(f"{name} is copied: it is not contiguous")
+    if "mask" in call.given:
+        ready["mask"] = _broadcast("mask", call.given["mask"], call.score_shape)
+    if "bias" in call.given:
+        bias = call.given["bias"]
+        if bias.dtype != call.acc:
+            copied.append(f"bias is converted from {bias.dtype} to {call.acc}")
+        # Converted before it is broadcast: a copy of what the caller holds, never of N x N.
+        ready["bias"] = _broadcast("bias", bias.astype(call.acc, copy=False), call.score_shape)
+    for name in ("q_lengths", "kv_lengths"):
+        if name in call.given:
+            ready[name] = call.given[name]
+    return ready
+
+
+def _add_tensor(
+    prepared: Prepared, call: _Call, ready: dict[str, Array], name: str, target: Array | None
+) -> None:
+    """Allocate the output `name` in the caller's layout, or write into the caller's array."""
+    fresh = target
+    if fresh is None or prepared.to_host or _unit_last_stride(fresh) is not fresh:
+        xp = array_module(call.given["q"])
+        fresh = xp.empty(call.user_shape(name), DTYPES[call.dtype])
+    ready[name] = _canonical(fresh, call.layout)
+    prepared.outputs.append((name, fresh, target))
+
+
+def _finish(
+    prepared: Prepared, op: str, call: _Call, ready: dict[str, Array], **more: Any
+) -> Prepared:
+    prepared.arrays = Arrays(**ready)
+    problem = Problem(
+        op=op, dtype=call.dtype, **call.sizes._asdict(), **call.options, **more,
+        has_mask="mask" in ready, has_bias="bias" in ready,
+        has_q_lengths="q_lengths" in ready, has_kv_lengths="kv_lengths" in ready,
+        has_dlse="dlse" in ready, return_dbias="dbias" in ready,
+    )  # fmt: skip
+    on_device = prepared.backend in DEVICE_BACKENDS
+    prepared.problem = with_strides(problem, prepared.arrays) if on_device else problem
+    return prepared
+
+
+def with_strides(problem: Problem, arrays: Arrays) -> Problem:
+    """The problem with what a GPU kernel must know of its arrays: strides and alignment."""
+    strides, alignment = _device_strides(arrays)
+    return dataclasses.replace(problem, strides=strides, alignment=alignment)
+
+
+def _device_strides(arrays: Arrays) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], int]:
+    """Strides in elements of what a kernel reads by stride, and the alignment of all tensors."""
+    strides = []
+    bits = MAX_ALIGNMENT
+    for name, x in arrays._asdict().items():
+        if x is None or x.ndim != 4:
+            continue
+        if name in ("mask", "bias", "dbias"):
+            # 0 along every axis of length 1, so that a dbias repeats where the bias did.
+            steps = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
+        else:
+            steps = (s for s in x.strides[:3])
+            bits |= x.data.ptr if is_device_array(x) else x.ctypes.data
+            for n, stride in zip(x.shape[:3], x.strides, strict=False):
+                bits |= stride if n > 1 else 0
+        strides.append((name, tuple(s // x.itemsize for s in steps)))
+    return tuple(strides), bits & -bits
+
+
+def prepare_attention(
+    named: Mapping[str, Any], *, out: Any = None, return_lse: Any, backend: Any, **options: Any
+) -> Prepared:
+    """Check a call of `attention` and make its arrays ready."""
+    call = _check(named, _INPUTS, **options)
+    _flag("return_lse", return_lse)
+    targets: dict[str, Array] = {}
+    if out is not None:
+        pair = out if return_lse else (out,)
+        if return_lse and not (isinstance(out, (tuple, list)) and len(out) == 2):
+            raise TypeError(
+                f"out is a {type(out).__name__}; with return_lse=True it takes the pair (out, lse)"
+            )
+        shapes = (call.user_shape("out"), call.lse_shape)
+        dtypes = (DTYPES[call.dtype], call.acc)
+        for name, x, shape, dtype in zip(("out", "lse"), pair, shapes, dtypes, strict=False):
+            targets[name] = _check_target(name, x, shape, dtype, call)
+        if len(targets) == 2 and _overlap(targets["out"], targets["lse"]):
+            raise ValueError("out and lse overlap in memory; each takes an array of its own")
+    prepared = _place(call, backend)
+    ready = _ready_inputs(call, _INPUTS, prepared.copied)
+    _add_tensor(prepared, call, ready, "out", targets.get("out"))
+    target = targets.get("lse")
+    lse = target
+    if lse is None or prepared.to_host or not lse.flags.c_contiguous:
+        lse = array_module(call.given["q"]).empty(call.lse_shape, call.acc)
+    ready["lse"] = lse.reshape(call.score_shape[:3])
+    prepared.outputs.append(("lse", lse, target))
+    return _finish(prepared, "attention", call, ready)
+
+
+def prepare_attention_backward(
+    named: Mapping[str, Any], *, backend: Any, deterministic: Any, return_dbias: Any, **options: Any
+) -> Prepared:
+    """Check a call of `attention_backward` and make its arrays ready."""
+    tensors = (*_INPUTS, "dout", "out")
+    call = _check(named, tensors, **options)
+    _flag("deterministic", deterministic)
+    context = _shapes(call.given, _INPUTS)
+    for name in ("dout", "out"):
+        _expect_shape(name, call.given[name], call.user_shape("out"), context)
+    for name in ("lse", "dlse"):
+        if name in call.given:
+            _expect_shape(name, call.given[name], call.lse_shape, context)
+            if call.given[name].dtype != call.acc:
+                raise TypeError(f"{name} has dtype {call.given[name].dtype}; it takes {call.acc}")
+    if _flag("return_dbias", return_dbias) and "bias" not in call.given:
+        raise ValueError("return_dbias=True needs a bias")
+    prepared = _place(call, backend)
+    ready = _ready_inputs(call, tensors, prepared.copied)
+    for name in ("dq", "dk", "dv"):
+        _add_tensor(prepared, call, ready, name, None)
+    if return_dbias:
+        bias = call.given["bias"]
+        xp = array_module(bias)
+        ready["dbias"] = xp.empty((1,) * (4 - bias.ndim) + bias.shape, call.acc)
+        # Accumulated in float32 (float64) and handed back in the bias's own dtype.
+        target = None if bias.dtype == call.acc else xp.empty(bias.shape, bias.dtype)
+        prepared.outputs.append(("dbias", ready["dbias"].reshape(bias.shape), target))
+    return _finish(prepared, "attention_backward", call, ready, deterministic=bool(deterministic))
+
+
+# ----------------------------------------------------------------------- vector_add and merging
+
+
+class VectorArrays(NamedTuple):
+    """The arrays of one `vector_add`, of equal shape."""
+
+    a: Array
+    b: Array
+    out: Array
+
+
+def prepare_vector_add(named: Mapping[str, Any], *, out: Any = None, backend: Any) -> Prepared:
+    """Check a call of `vector_add` and make its arrays ready."""
+    given = _take_arrays(named)
+    dtype = _same_dtype(given, ("a", "b"))
+    shown = _shapes(given, ("a", "b"))
+    if given["a"].shape != given["b"].shape:
+        raise ValueError(f"b must have a's shape, nothing is broadcast: {shown}")
+    target = None
+    if out is not None:
+        target = as_array("out", out)
+        if is_device_array(target) != is_device_array(given["a"]):
+            raise TypeError(
+                f"out must be a NumPy or CuPy array as a is; got a {type(out).__name__}"
+            )
+        _expect_shape("out", target, given["a"].shape, shown)
+        if dtype_name("out", target) != dtype:
+            raise TypeError(f"out has dtype {target.dtype}; it takes {DTYPES[dtype]}")
+        _check_writable("out", target, given)
+    on_device = is_device_array(given["a"])
+    prepared = Prepared(resolve_backend(backend, on_device))
+    if prepared.backend in DEVICE_BACKENDS and not on_device:
+        cupy = compiler.require_gpu(prepared.backend)
+        prepared.to_host = True
+        given = {name: cupy.asarray(x) for name, x in given.items()}
+    filled = target
+    if filled is None or prepared.to_host:
+        filled = array_module(given["a"]).empty(given["a"].shape, DTYPES[dtype])
+    prepared.outputs.append(("out", filled, target))
+    prepared.arrays = VectorArrays(given["a"], given["b"], filled)
+    if prepared.backend in DEVICE_BACKENDS:
+        arrays = (given["a"], given["b"], filled)
+        shape, strides = _collapse(arrays)
+        prepared.problem = VectorProblem(
+            "vector_add",
+            dtype,
+            shape,
+            tuple(zip(("a", "b", "out"), strides, strict=True)),
+            tuple(x.data.ptr % MAX_ALIGNMENT for x in arrays),
+        )
+    return prepared
+
+
+def _collapse(arrays: tuple[Array, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Merge neighbouring axes that all arrays walk as one; strides in elements."""
+    shape: list[int] = []
+    strides: list[list[int]] = [[] for _ in arrays]
+    for axis, n in enumerate(arrays[0].shape):
+        if n == 1:
+            continue
+        steps = [x.strides[axis] // x.itemsize for x in arrays]
+        if shape and all(s[-1] == step * n for s, step in zip(strides, steps, strict=True)):
+            shape[-1] *= n
+            for s, step in zip(strides, steps, strict=True):
+                s[-1] = step
+        else:
+            shape.append(n)
+            for s, step in zip(strides, steps, strict=True):
+                s.append(step)
+    if not shape:
+        return (1,), [(1,) for _ in arrays]
+    return tuple(shape), [tuple(s) for s in strides]
+
+
+class MergeArrays(NamedTuple):
+    """Partial results over disjoint keys and the arrays for their merged result."""
+
+    outs: list[Array]
+    lses: list[Array]
+    out: Array
+    lse: Array
+
+
+def prepare_merge(outs: Any, lses: Any, *, backend: Any) -> Prepared:
+    """Check a call of `merge_attention` and make its arrays ready."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list)):
+            raise TypeError(f"{name} is a {type(parts).__name__}; it takes a sequence of arrays")
+    if len(outs) < 2 or len(outs) != len(lses):
+        raise ValueError(
+            f"merge_attention takes two or more (out, lse) pairs; got {len(outs)} outs and "
+            f"{len(lses)} lses"
+        )
+    named = {f"outs[{i}]": x for i, x in enumerate(outs)}
+    named |= {f"lses[{i}]": x for i, x in enumerate(lses)}
+    given = _take_arrays(named)
+    names = tuple(f"outs[{i}]" for i in range(len(outs)))
+    dtype = _same_dtype(given, names)
+    acc = DTYPES["float64" if dtype == "float64" else "float32"]
+    first = given["outs[0]"]
+    context = _shapes(given, tuple(given))
+    if first.ndim < 1:
+        raise ValueError(f"outs[0] has no axes; it takes (..., seqlen_q, head_dim_v): {context}")
+    for name in names:
+        _expect_shape(name, given[name], first.shape, context)
+    for i in range(len(lses)):
+        name = f"lses[{i}]"
+        _expect_shape(name, given[name], first.shape[:-1], context)
+        if given[name].dtype != acc:
+            raise TypeError(f"{name} has dtype {given[name].dtype}; it takes {acc}")
+    on_device = is_device_array(first)
+    prepared = Prepared(resolve_backend(backend, on_device))
+    if prepared.backend in DEVICE_BACKENDS and not on_device:
+        cupy = compiler.require_gpu(prepared.backend)
+        prepared.to_host = True
+        given = {name: cupy.asarray(x) for name, x in given.items()}
+    xp = array_module(given["outs[0]"])
+    out, lse = xp.empty(first.shape, DTYPES[dtype]), xp.empty(first.shape[:-1], acc)
+    prepared.outputs = [("out", out, None), ("lse", lse, None)]
+    prepared.arrays = MergeArrays(
+        [given[f"outs[{i}]"] for i in range(len(outs))],
+        [given[f"lses[{i}]"] for i in range(len(lses))],
+        out,
+        lse,
+    )
+    return prepared
+
+
+def hand_back(prepared: Prepared) -> tuple[Array, ...]:
+    """The results as the caller gets them: in the arrays that he gave, on the side he is on."""
+    handed = []
+    for _, filled, target in prepared.outputs:
+        result = filled.get() if prepared.to_host else filled
+        if target is not None and target is not filled:
+            target[...] = result
+            result = target
+        handed.append(result)
+    return tuple(handed)
+
+
+PREPARE: dict[str, Callable[..., Prepared]] = {
+    "attention": prepare_attention,
+    "attention_backward": prepare_attention_backward,
+    "vector_add": prepare_vector_add,
+}

@@ -1,0 +1,562 @@
+"""From a kernel's source to something that runs: NVRTC and Numba as compilers, CuPy as launcher.
+
+This is the only module that knows a compiler. `build` makes a cubin from a CUDA C++ template or
+from a Numba factory without needing a GPU; `load` brings it onto one; `launch` starts it. Both
+languages get the same packed argument buffer (`Signature`), so that a twin cannot differ in how
+it is called. Compiled kernels are kept in memory and in one disk cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.resources
+import os
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from workbench import cache
+
+LANGUAGES = ("cuda", "numba")
+CACHE_FORMAT = 1
+CUDA_TYPES = {
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+INSTALL_HINT = (
+    "install one toolchain extra: pip install 'kernel-workbench[cuda13]' (driver 580 or newer), "
+    "'kernel-workbench[cuda12]' (driver 525 or newer) or, without a GPU, "
+    "'kernel-workbench[simulator]'"
+)
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile; the message holds the compiler's log with our files and lines."""
+
+
+class ToolchainError(RuntimeError):
+    """A compiler, a driver or a GPU is missing; the message says which and how to get it."""
+
+
+# ------------------------------------------------------------------------------------ signatures
+
+# What a struct passed by value holds, in order; `Acc*` is float* or, for float64, double*.
+_STRUCTS = {
+    "Strides": ("int64 batch", "int64 head", "int64 row"),
+    "Strides4": ("int64 batch", "int64 head", "int64 row", "int64 col"),
+    "Shape4": ("int64 batch", "int64 head", "int64 row", "int64 col"),
+    "ScoreParams": (
+        "double scale",
+        "double softcap",
+        "int64 window_left",
+        "int64 window_right",
+        "int64 top_left",
+        "int* q_lengths",
+        "int* kv_lengths",
+        "uint8* mask",
+        "Strides4 mask_strides",
+        "Acc* bias",
+        "Strides4 bias_strides",
+    ),
+}
+
+
+class Signature:
+    """A kernel's parameters, declared once for both languages.
+
+    Parameters
+    ----------
+    text : str
+        Like ``"T* q, Strides q_strides, int64 batch"``; every leaf of it, structs flattened in
+        order, takes eight bytes: a pointer, an int64 or a double.
+
+    Attributes
+    ----------
+    parameters : tuple of (str, str)
+        Type and name of each parameter.
+    leaves : tuple of (str, str)
+        Type and dotted name of each eight-byte word of the argument buffer.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.parameters = tuple(_type_and_name(part) for part in text.split(","))
+        self.leaves = tuple(leaf for p in self.parameters for leaf in _flatten(*p))
+        self.slots = {name: i for i, (_, name) in enumerate(self.leaves)}
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """The argument buffer, each word cast to its declared type; pointers start as null."""
+        words = bytearray()
+        for kind, name in self.leaves:
+            if kind.endswith("*"):
+                words += struct.pack("<Q", values.get(name, 0))
+            elif kind == "double":
+                words += struct.pack("<d", values[name])
+            else:
+                words += struct.pack("<q", values[name])
+        return bytes(words)
+
+
+def _type_and_name(text: str) -> tuple[str, str]:
+    kind, _, name = text.strip().rpartition(" ")
+    return kind, name
+
+
+def _flatten(kind: str, name: str) -> Iterator[tuple[str, str]]:
+    if kind not in _STRUCTS:
+        yield kind, name
+        return
+    for part in _STRUCTS[kind]:
+        field_kind, field_name = _type_and_name(part)
+        yield from _flatten(field_kind, f"{name}.{field_name}")
+
+
+# -------------------------------------------------------------------------------------- building
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kernel to compile: a template instance in CUDA C++, or a factory's product in Numba.
+
+    Attributes
+    ----------
+    stem : str
+        File name without its suffix, the same in `cuda_src` and `numba_kernels`.
+    name : str
+        The template, or the factory.
+    constants : tuple of (str, object)
+        Template parameters in order; a value is an int or, for a type, a dtype's name.
+    signature : Signature
+    """
+
+    stem: str
+    name: str
+    constants: tuple[tuple[str, int | str], ...]
+    signature: Signature
+
+    def describe(self) -> str:
+        """Like ``attention_naive_fwd<float32, 3>``."""
+        return f"{self.name}<{', '.join(str(value) for _, value in self.constants)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A compiled kernel for one architecture.
+
+    Attributes
+    ----------
+    registers : int
+        Registers a thread.
+    stack_bytes : int
+        Local memory a thread, spills included.
+    static_shared_bytes : int
+        Shared memory declared in the kernel, a block.
+    """
+
+    code: bytes
+    symbol: str
+    registers: int
+    stack_bytes: int
+    static_shared_bytes: int
+
+
+_memory: dict[tuple[str, Entry, str], Binary] = {}
+_build_lock = threading.RLock()
+
+
+def build(language: str, entry: Entry, arch: str) -> Binary:
+    """Compile `entry` to a cubin for `arch`, or take it from a cache; needs no GPU.
+
+    Parameters
+    ----------
+    language : {"cuda", "numba"}
+    entry : Entry
+    arch : str
+        Like ``"sm_90"``.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log.
+    ToolchainError
+        If the compiler is not installed.
+    """
+    key = (language, entry, arch)
+    binary = _memory.get(key)
+    if binary is None:
+        # One build at a time: Numba's compiler keeps global state.
+        with _build_lock:
+            binary = _memory.get(key)
+            if binary is None:
+                binary = _build_or_read(language, entry, arch)
+                _memory[key] = binary
+    return binary
+
+
+def _build_or_read(language: str, entry: Entry, arch: str) -> Binary:
+    name = _cache_name(language, entry, arch)
+    cached = cache.read(name)
+    if cached is None:
+        compiler = _compile_cuda if language == "cuda" else _compile_numba
+        cached = compiler(entry, arch)
+        cache.write(name, *cached)
+    code, symbol = cached
+    return Binary(code, symbol, *resources(code, symbol))
+
+
+def source_path(language: str, stem: str) -> Path:
+    """Where the source of a kernel lies, installed or in a checkout."""
+    package, suffix = ("cuda_src", ".cu") if language == "cuda" else ("numba_kernels", ".py")
+    return Path(str(importlib.resources.files(package))) / f"{stem}{suffix}"
+
+
+def _shared_sources(language: str) -> list[Path]:
+    """The files that any kernel of a language may include."""
+    folder = source_path(language, "common").parent
+    if language == "cuda":
+        return sorted(folder.glob("*.cuh"))
+    return sorted(p for p in folder.glob("*.py") if not p.name.startswith(("attention", "vector")))
+
+
+def _target(arch: str) -> str:
+    """The compiler's name of `arch`: from sm_90 on with the features of exactly that chip."""
+    number = int(arch.removeprefix("sm_"))
+    return f"sm_{number}a" if number >= 90 else f"sm_{number}"
+
+
+def _nvrtc() -> ModuleType:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise ToolchainError(f"NVRTC, the CUDA C++ compiler, is missing: {INSTALL_HINT}") from error
+    return nvrtc
+
+
+@functools.cache
+def _cuda_include() -> str:
+    """The folder of cuda_fp16.h."""
+    from cuda.pathfinder import locate_nvidia_header_directory
+
+    located = locate_nvidia_header_directory("cudart")
+    candidates = [
+        located.abs_path if located else None,
+        os.environ.get("CUDA_PATH") and os.environ["CUDA_PATH"] + "/include",
+        "/usr/local/cuda/include",
+    ]
+    for folder in candidates:
+        if folder and (Path(folder) / "cuda_fp16.h").is_file():
+            return str(folder)
+    raise ToolchainError(f"The CUDA headers (cuda_fp16.h) are missing: {INSTALL_HINT}")
+
+
+def _compile_cuda(entry: Entry, arch: str) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    path = source_path("cuda", entry.stem)
+    values = (CUDA_TYPES.get(str(value), str(value)) for _, value in entry.constants)
+    expression = f"{entry.name}<{', '.join(values)}>".encode()
+    options = [
+        f"--gpu-architecture={_target(arch)}",
+        "--std=c++17",
+        "-lineinfo",
+        f"-I{path.parent}",
+        f"-I{_cuda_include()}",
+    ]
+
+    def check(result: tuple[Any, ...]) -> Any:
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"NVRTC: {result[0].name} for {entry.describe()}, {arch}")
+        return result[1] if len(result) > 1 else None
+
+    def read(size: Any, fill: Any) -> bytes:
+        buffer = bytes(check(size(program)) + 1)  # NVRTC writes into it: it must be nobody else's
+        check(fill(program, buffer))
+        return buffer[:-1]
+
+    program = check(nvrtc.nvrtcCreateProgram(path.read_bytes(), str(path).encode(), 0, [], []))
+    try:
+        check(nvrtc.nvrtcAddNameExpression(program, expression))
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            text = log.rstrip(b"\0\n").decode(errors="replace")
+            raise CompileError(f"{entry.describe()} does not compile for {arch}:\n{text}")
+        symbol = check(nvrtc.nvrtcGetLoweredName(program, expression)).decode()
+        return read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), symbol
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _numba_cuda() -> ModuleType:
+    import numpy as np
+
+    if not hasattr(np, "row_stack"):  # numba-cuda 0.30 looks it up; NumPy 2.5 has dropped it
+        np.vstack = np.vstack  # type: ignore[attr-defined, unused-ignore]
+    try:
+        importlib.metadata.version("numba-cuda")
+        return importlib.import_module("numba.cuda")
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        raise ToolchainError(f"numba-cuda is missing: {INSTALL_HINT}") from error
+
+
+def _numba_type(kind: str, dtype: str) -> Any:
+    """The Numba type of a parameter; structs become named tuples, which Numba flattens."""
+    types = importlib.import_module("numba.cuda.types")
+    acc = "float64" if dtype == "float64" else "float32"
+    scalars = {
+        "int64": types.int64,
+        "double": types.float64,
+        "int": types.int32,
+        "uint8": types.uint8,
+        "T": getattr(types, dtype),
+        "Acc": getattr(types, acc),
+    }
+    if kind.endswith("*"):
+        return types.CPointer(scalars[kind[:-1]])
+    if kind in scalars:
+        return scalars[kind]
+    structs = importlib.import_module(
+        "numba_kernels.scores" if kind == "ScoreParams" else "numba_kernels.common"
+    )
+    fields = [_numba_type(_type_and_name(part)[0], dtype) for part in _STRUCTS[kind]]
+    return types.NamedTuple(fields, getattr(structs, kind))
+
+
+def _compile_numba(entry: Entry, arch: str) -> tuple[bytes, str]:
+    cuda = _numba_cuda()
+    types = cuda.types
+    compiler = importlib.import_module("numba.cuda.compiler")
+    nvvm = importlib.import_module("numba.cuda.cudadrv.nvvm")
+    factory = getattr(importlib.import_module(f"numba_kernels.{entry.stem}"), entry.name)
+    dtype = next((str(v) for _, v in entry.constants if v in CUDA_TYPES), "float32")
+    constants = {
+        name: getattr(types, str(value)) if value in CUDA_TYPES else value
+        for name, value in entry.constants
+    }
+    number = int(arch.removeprefix("sm_"))
+    cc = (number // 10, number % 10)
+    try:
+        kernel = factory(**constants)
+        options = kernel.targetoptions
+        signature = tuple(_numba_type(kind, dtype) for kind, _ in entry.signature.parameters)
+        fastmath = options.get("fastmath", False)
+        with _pretend_device(cc), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = compiler.compile_cuda(
+                kernel.py_func,
+                types.void,
+                signature,
+                lineinfo=True,
+                fastmath=fastmath,
+                cc=cc,
+                lto=True,
+                nvvm_options={"fastmath": bool(fastmath), "opt": 3},
+            )
+            library = compiled.library
+            function = library.get_function(compiled.fndesc.llvm_func_name)
+            library._entry_name = function.name
+            compiler.kernel_fixup(function, False)
+            nvvm.set_launch_bounds(function, options.get("launch_bounds"))
+            target = (*cc, "a") if number >= 90 else cc
+            return bytes(library.get_cubin(cc=target).code), function.name
+    except ToolchainError:
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"{entry.describe()} does not compile for {arch}:\n"
+            f"{source_path('numba', entry.stem)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _pretend_device(cc: tuple[int, int]) -> Iterator[None]:
+    """Let Numba compile device functions without a GPU: it asks the driver for its capability."""
+    modules = [
+        importlib.import_module(name) for name in ("numba.cuda.dispatcher", "numba.cuda.compiler")
+    ]
+    patched = [m for m in modules if hasattr(m, "get_current_device")]
+    saved = [m.get_current_device for m in patched]
+    device = SimpleNamespace(compute_capability=cc, id=0)
+    for module in patched:
+        module.get_current_device = lambda: device  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, function in zip(patched, saved, strict=True):
+            module.get_current_device = function  # type: ignore[attr-defined]
+
+
+_ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
+_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
+
+
+def resources(code: bytes, symbol: str) -> tuple[int, int, int]:
+    """(registers, stack bytes, static shared bytes) of a kernel, read from its cubin's ELF.
+
+    The notes in ``.nv.info`` are (format, attribute, size) headers; the two attributes wanted hold
+    a symbol's index and a value.
+    """
+    (offset,) = struct.unpack_from("<Q", code, 40)
+    size, count, names_at = struct.unpack_from("<HHH", code, 58)
+    sections = [_ELF_SECTION.unpack_from(code, offset + i * size) for i in range(count)]
+
+    def text(base: int) -> str:
+        return code[base : code.index(b"\0", base)].decode()
+
+    named = {text(sections[names_at][4] + s[0]): s for s in sections}
+    symbols = next(s for s in sections if s[1] == 2)
+    strings = sections[symbols[6]][4]
+    shared = named.get(f".nv.shared.{symbol}")
+    found = {_EIATTR_FRAME_SIZE: 0, _EIATTR_REGCOUNT: 0}
+    at, end = named[".nv.info"][4], named[".nv.info"][4] + named[".nv.info"][5]
+    while at < end:
+        kind, attribute, value = struct.unpack_from("<BBH", code, at)
+        at += 4
+        if kind != 4:  # the value is all there is
+            continue
+        if attribute in found and value == 8:
+            index, number = struct.unpack_from("<II", code, at)
+            (name_at,) = struct.unpack_from("<I", code, symbols[4] + index * 24)
+            if text(strings + name_at) == symbol:
+                found[attribute] = number
+        at += value
+    return found[_EIATTR_REGCOUNT], found[_EIATTR_FRAME_SIZE], shared[5] if shared else 0
+
+
+@functools.cache
+def compiler_version(language: str) -> str:
+    """Everything about the installed compiler that can change its output."""
+    if language == "cuda":
+        _, major, minor = _nvrtc().nvrtcVersion()
+        return f"nvrtc {major}.{minor}"
+    _numba_cuda()
+    packages = ("numba", "numba-cuda", "llvmlite", "cuda-core")
+    parts = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    for name in ("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(parts)
+
+
+def _cache_name(language: str, entry: Entry, arch: str) -> str:
+    parts = [
+        str(CACHE_FORMAT),
+        language,
+        entry.describe(),
+        _target(arch),
+        compiler_version(language),
+    ]
+    parts += [f"{kind} {name}" for kind, name in entry.signature.leaves]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    digest.update(Path(__file__).read_bytes())  # the options given to the compilers
+    for path in (source_path(language, entry.stem), *_shared_sources(language)):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------- loading, launching
+
+
+@functools.cache
+def gpu_missing() -> str | None:
+    """None where kernels can run on a GPU; otherwise a sentence saying what is missing."""
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return f"no NVIDIA driver is installed ({library} is missing)"
+    try:
+        import cupy
+    except ImportError:
+        return f"CuPy is missing: {INSTALL_HINT}"
+    try:
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return None
+        return "the NVIDIA driver finds no GPU"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"the NVIDIA driver cannot be used: {error}"
+
+
+def require_gpu(backend: str) -> ModuleType:
+    """CuPy, or an error saying why `backend` cannot run here."""
+    missing = gpu_missing()
+    if missing is not None:
+        raise ToolchainError(
+            f"backend {backend!r} needs a GPU, but {missing}; `workbench doctor` tells more"
+        )
+    import cupy
+
+    return cupy  # type: ignore[no-any-return]
+
+
+@functools.cache
+def device_arch(device: int) -> str:
+    """Architecture of a GPU, like ``"sm_90"``."""
+    import cupy
+
+    return f"sm_{cupy.cuda.Device(device).compute_capability}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A kernel on a GPU; `module` keeps it there."""
+
+    function: int
+    module: Any
+
+
+@functools.cache
+def load(language: str, entry: Entry, device: int, shared_memory: int) -> Loaded:
+    """Bring a kernel onto `device`, which must be the current one, with its shared memory set."""
+    import cupy
+
+    binary = build(language, entry, device_arch(device))
+    module = cupy.cuda.function.Module()
+    module.load(binary.code)
+    function = module.get_function(binary.symbol)
+    if shared_memory > 48 * 1024:  # what every kernel may have unasked
+        driver = cupy.cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, shared_memory)
+    return Loaded(function.ptr, module)
+
+
+_LAUNCH_PARAM_END, _LAUNCH_PARAM_BUFFER_POINTER, _LAUNCH_PARAM_BUFFER_SIZE = 0, 1, 2
+
+
+def launch(
+    kernel: Loaded, grid: int, block: int, shared_memory: int, stream: int, arguments: Any
+) -> None:
+    """Start a kernel on a stream.
+
+    Parameters
+    ----------
+    arguments : ctypes array of c_uint64
+        The packed argument buffer. The driver copies it before this returns.
+    """
+    from cupy_backends.cuda.api import driver
+
+    size = ctypes.c_size_t(ctypes.sizeof(arguments))
+    extra = (ctypes.c_void_p * 5)(
+        _LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(arguments),
+        _LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(size),
+        _LAUNCH_PARAM_END,
+    )  # fmt: skip
+    driver.launchKernel(
+        kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, ctypes.addressof(extra)
+    )

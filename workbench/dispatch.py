@@ -1,0 +1,145 @@
+"""One call, from checked arguments to its results; what a repeated call looks up.
+
+The first call of a kind is checked, gets its kernel and leaves a `_Repeat` behind under everything
+that decided about it: shapes, strides, dtypes, alignments, device and options. A further call on
+the GPU is that look-up, the allocation of its outputs and the launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from workbench import checks, launchers, table
+from workbench import compile as compiler
+from workbench.checks import HOST_BACKENDS, MAX_ALIGNMENT, Prepared
+
+_KEPT = 4096  # each a few kilobytes; more kinds of call than this start over
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """All that a further call of the same kind needs."""
+
+    plan: launchers.Plan
+    ndarray: Any  # cupy.ndarray: allocates without initialising
+    outputs: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, the caller's shape, dtype
+
+    def __call__(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        pointers = {name: x.data.ptr for name, x in named.items() if x is not None}
+        with self.plan.on_device() as captured:
+            results = []
+            for name, shape, dtype in self.outputs:
+                results.append(self.ndarray(shape, dtype))
+                pointers[name] = results[-1].data.ptr
+            self.plan.run(pointers, captured)
+        return tuple(results)
+
+
+_repeats: dict[Any, _Repeat] = {}
+_plans: dict[Any, launchers.Plan] = {}
+
+
+def _key(op: str, named: Mapping[str, Any], options: Mapping[str, Any], kernel: Any) -> Any:
+    """What decides about a call on CuPy arrays, or None if it is no such call."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    parts: list[Any] = [op, kernel]
+    for x in named.values():
+        if x is None:
+            parts.append(None)
+        elif type(x) is cupy.ndarray:
+            data = x.data
+            parts.append((x.shape, x.strides, x.dtype, data.ptr % MAX_ALIGNMENT, data.device_id))
+        else:
+            return None
+    # True == 1 == 1.0, yet only one of them may be right: the type belongs to the key.
+    parts += [(type(x), repr(x) if isinstance(x, (tuple, list)) else x) for x in options.values()]
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def run(
+    op: str,
+    named: Mapping[str, Any],
+    options: Mapping[str, Any],
+    kernel: str | None = None,
+    out: Any = None,
+) -> tuple[Any, ...]:
+    """Carry out one call of `attention`, `attention_backward` or `vector_add`."""
+    key = None if out is not None else _key(op, named, options, kernel)
+    if key is not None:
+        repeat = _repeats.get(key)
+        if repeat is not None:
+            return repeat(named)
+    targets = {} if out is None else {"out": out}
+    prepared = checks.PREPARE[op](named, **targets, **options)
+    if prepared.backend in HOST_BACKENDS:
+        if kernel is not None:
+            raise ValueError(
+                f"kernel is {kernel!r}, but backend {prepared.backend!r} has no kernels to choose "
+                f"from; it goes with backend {' or '.join(map(repr, checks.DEVICE_BACKENDS))}"
+            )
+        _run_on_host(op, prepared)
+        return checks.hand_back(prepared)
+    plan = _plan(prepared, kernel)
+    with plan.on_device() as captured:
+        plan.run(_pointers(prepared.arrays), captured)
+    if key is not None and prepared.in_place:
+        if len(_repeats) >= _KEPT:
+            _repeats.clear()
+        outputs = tuple((name, x.shape, x.dtype) for name, x, _ in prepared.outputs)
+        _repeats[key] = _Repeat(plan, sys.modules["cupy"].ndarray, outputs)
+    return checks.hand_back(prepared)
+
+
+def host(backend: str) -> ModuleType:
+    """The module of a host backend, imported when first used."""
+    return importlib.import_module(f"workbench.{backend}")
+
+
+def _plan(prepared: Prepared, kernel: str | None) -> launchers.Plan:
+    problem, language = prepared.problem, prepared.backend
+    device = prepared.device
+    key = (problem, language, kernel, device)
+    plan = _plans.get(key)
+    if plan is None:
+        arch = compiler.device_arch(device)
+        row = table.select(problem, language, arch, kernel)
+        plan = launchers.Plan(row.name, row.work(problem, arch), problem, language, device)
+        if len(_plans) >= _KEPT:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _pointers(arrays: Any) -> dict[str, int]:
+    return {name: x.data.ptr for name, x in arrays._asdict().items() if x is not None}
+
+
+def _run_on_host(op: str, prepared: Prepared) -> None:
+    module = host(prepared.backend)
+    if op == "vector_add":
+        module.vector_add(*prepared.arrays)
+    else:
+        getattr(module, op)(prepared.problem, prepared.arrays)
+
+
+def merge(outs: Any, lses: Any, backend: Any) -> tuple[Any, Any]:
+    """Carry out one call of `merge_attention`."""
+    prepared = checks.prepare_merge(outs, lses, backend=backend)
+    arrays = prepared.arrays
+    # On the GPU the formula runs on CuPy arrays as it does on NumPy's: a few element-wise steps.
+    module = host(prepared.backend if prepared.backend in HOST_BACKENDS else "cpu")
+    module.merge_attention(arrays.outs, arrays.lses, arrays.out, arrays.lse)
+    out, lse = checks.hand_back(prepared)
+    return out, lse

@@ -1,0 +1,256 @@
+"""From a problem to launches: tiles, grid, block, shared memory, workspaces and arguments.
+
+One launcher a kernel, shared by both languages, so that a twin cannot differ in its launch. A
+launcher only computes; `Plan` binds what it returned to a GPU, once, and then runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import compile as compiler
+from workbench.checks import DTYPES, Problem, VectorProblem
+from workbench.compile import Entry, Signature
+
+RANGE, MASK, BIAS, SOFTCAP = 1, 2, 4, 8  # bits of FEATURES, as in scores.cuh
+OPEN_WINDOW = 2**30  # scores.cuh: a window without an end
+
+SIZES = (
+    "int64 batch, int64 heads_q, int64 heads_kv, int64 seqlen_q, int64 seqlen_k, "
+    "int64 head_dim, int64 head_dim_v, ScoreParams score"
+)
+
+
+def _signature(arrays: str, strided: str) -> Signature:
+    """Pointers, then the strides of those that have any, then the sizes and the score."""
+    strides = "".join(f"Strides {name}_strides, " for name in strided.split())
+    return Signature(f"{arrays}, {strides}{SIZES}")
+
+
+def cdiv(a: int, b: int) -> int:
+    """A / b, rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: what to compile and how many threads to start."""
+
+    entry: Entry
+    grid: int
+    block: int
+    shared_memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory that launches of one call share: fp32 or int32, never handed to the caller."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * (4 if self.dtype == "int32" else DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Everything that a kernel does for one problem, in order."""
+
+    launches: tuple[Launch, ...]
+    workspaces: tuple[Workspace, ...] = ()
+
+
+def features(problem: Problem) -> int:
+    """The FEATURES of a problem: an option that is off costs no instruction."""
+    return (
+        RANGE * problem.has_range
+        | MASK * problem.has_mask
+        | BIAS * problem.has_bias
+        | SOFTCAP * (problem.softcap > 0)
+    )
+
+
+# ------------------------------------------------------------------------------- one a kernel
+
+
+def attention_flash_simt(problem: Problem, arch: str) -> Work:
+    """Tiles, online softmax and recompute on CUDA cores."""
+    return Work(())
+
+
+def attention_tiled(problem: Problem, arch: str) -> Work:
+    """Shared-memory tiles; the scores in device memory."""
+    return Work(())
+
+
+def attention_naive(problem: Problem, arch: str) -> Work:
+    """Global memory only."""
+    return Work(())
+
+
+def vector_add_vec4(problem: VectorProblem, arch: str) -> Work:
+    """16-byte accesses in a grid-stride loop."""
+    return Work(())
+
+
+def vector_add(problem: VectorProblem, arch: str) -> Work:
+    """One thread, one element."""
+    return Work(())
+
+
+# ------------------------------------------------------------------------------- running a plan
+
+
+def _argument_values(problem: Any) -> dict[str, Any]:
+    """The value of every argument that is not an array's address, by dotted name."""
+    values: dict[str, Any] = {}
+    for name, strides in problem.strides:
+        axes = ("batch", "head", "row", "col")[: len(strides)]
+        prefix = f"score.{name}_strides" if name in ("mask", "bias") else f"{name}_strides"
+        values |= {f"{prefix}.{axis}": s for axis, s in zip(axes, strides, strict=True)}
+    if isinstance(problem, VectorProblem):
+        return values | {"size": problem.size}
+    for axis in ("batch", "head", "row", "col"):
+        values.setdefault(f"score.mask_strides.{axis}", 0)
+        values.setdefault(f"score.bias_strides.{axis}", 0)
+    for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        values[name] = getattr(problem, name)
+    left, right = problem.window_left, problem.window_right
+    return values | {
+        "score.scale": problem.scale,
+        "score.softcap": problem.softcap,
+        "score.window_left": OPEN_WINDOW if left is None else min(left, OPEN_WINDOW),
+        "score.window_right": OPEN_WINDOW if right is None else min(right, OPEN_WINDOW),
+        "score.top_left": int(problem.top_left),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A launch whose kernel is loaded and whose argument buffer lacks only addresses."""
+
+    kernel: compiler.Loaded
+    launch: Launch
+    arguments: bytes
+    slots: tuple[tuple[int, str], ...]  # word of the buffer, name of the array whose address it is
+
+
+class Plan:
+    """The launches of one kind of problem on one GPU, ready but for the addresses.
+
+    Parameters
+    ----------
+    name : str
+        Of the kernel, for messages.
+    work : Work
+    problem : Problem or VectorProblem
+    language : {"cuda", "numba"}
+    device : int
+    """
+
+    def __init__(self, name: str, work: Work, problem: Any, language: str, device: int) -> None:
+        import cupy
+
+        self.name = name
+        self.workspaces = work.workspaces
+        self._cupy = cupy
+        self._device = device
+        self._bound = []
+        values = _argument_values(problem)
+        with cupy.cuda.Device(device):
+            for launch in work.launches:
+                if launch.grid == 0:
+                    continue
+                entry = launch.entry
+                kernel = compiler.load(language, entry, device, launch.shared_memory)
+                slots = tuple(
+                    (i, leaf.removeprefix("score."))
+                    for i, (kind, leaf) in enumerate(entry.signature.leaves)
+                    if kind.endswith("*")
+                )
+                self._bound.append(_Bound(kernel, launch, entry.signature.pack(values), slots))
+
+    @contextmanager
+    def on_device(self) -> Iterator[bool]:
+        """Make the plan's GPU the current one; whether the current stream is being captured.
+
+        During a capture the driver allocates only in CUDA's relaxed capture mode, so the thread
+        is put into it.
+        """
+        cupy = self._cupy
+        if cupy.cuda.runtime.getDevice() != self._device:
+            with cupy.cuda.Device(self._device), self.on_device() as captured:
+                yield captured
+        elif cupy.cuda.get_current_stream().is_capturing():
+            with _relaxed_capture():
+                yield True
+        else:
+            yield False
+
+    def run(self, pointers: dict[str, int], captured: bool) -> None:
+        """Launch everything on the current stream, inside `on_device`.
+
+        Parameters
+        ----------
+        pointers : dict
+            Address of each array by its parameter name; what is missing is null.
+        captured : bool
+            Whether the stream is being captured.
+        """
+        cupy = self._cupy
+        stream = cupy.cuda.get_current_stream()
+        workspaces = [self._allocate(space, stream) for space in self.workspaces]
+        for space, memory in zip(self.workspaces, workspaces, strict=True):
+            pointers[space.name] = memory.data.ptr
+        for bound in self._bound:
+            launch = bound.launch
+            words = ctypes.c_uint64 * (len(bound.arguments) // 8)
+            arguments = words.from_buffer_copy(bound.arguments)
+            for index, name in bound.slots:
+                arguments[index] = pointers.get(name, 0)
+            compiler.launch(
+                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, arguments
+            )
+        if captured:
+            _captured_workspaces.extend(workspaces)
+
+    def _allocate(self, space: Workspace, stream: Any) -> Any:
+        cupy = self._cupy
+        try:
+            memory = cupy.ndarray(space.shape, DTYPES.get(space.dtype, space.dtype))
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{self.name} needs a workspace of {space.nbytes / 2**30:.2f} GiB ({space.name} "
+                f"{space.shape}), more than the GPU has free; attention_flash_simt needs none of "
+                "seqlen_q x seqlen_k"
+            ) from error
+        if space.zeroed:
+            memory.data.memset_async(0, space.nbytes, stream)
+        return memory
+
+
+# A graph that replays a captured call writes into the workspaces of that call again, long after the
+# call has returned; nobody tells us when the graph is gone, so they stay.
+_captured_workspaces: list[Any] = []
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)

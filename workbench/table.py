@@ -1,0 +1,161 @@
+"""The table of kernels: what each can do, in sentences, and which one a call gets.
+
+A kernel is used by being listed here; the value tests, `workbench list` and `workbench compare`
+are generated from `KERNELS`. There is no other heuristic: the first row without an objection runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import launchers
+from workbench.launchers import Work
+
+ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Rows and columns are 32-bit inside a kernel, with room to add a window to them.
+SEQLEN_LIMIT = 2**30 - 1
+GRID_LIMIT = 2**31 - 1
+SPELLED_OUT = {
+    "attention": "attention forward and backward",
+    "vector_add": "the sum of two vectors",
+}
+
+
+class NoKernelError(ValueError):
+    """No kernel takes a problem; the message lists why each one declined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One row of `KERNELS`: a kernel in both languages.
+
+    Attributes
+    ----------
+    name : str
+        Stem of its files in `cuda_src` and `numba_kernels`, without ``_fwd`` or ``_bwd``.
+    op : str
+        ``"attention"`` (forward and backward) or ``"vector_add"``.
+    summary : str
+        What it is about, in a few words.
+    work : callable
+        Its launcher: ``(problem, arch) -> Work``.
+    languages, dtypes : tuple of str
+    max_head_dim : int or None
+        Of q and k as of v; None is any.
+    needs_contiguous : bool
+        Whether `vector_add` takes only arrays that are one run of elements.
+    """
+
+    name: str
+    op: str
+    summary: str
+    work: Callable[[Any, str], Work]
+    languages: tuple[str, ...] = ("cuda", "numba")
+    dtypes: tuple[str, ...] = ALL_DTYPES
+    max_head_dim: int | None = None
+    needs_contiguous: bool = False
+    max_axes: int = 4
+
+    def why_not(self, problem: Any, arch: str) -> list[str]:
+        """Sentences saying why this kernel cannot take `problem` on `arch`; none if it can."""
+        if problem.op.removesuffix("_backward") != self.op:
+            return [f"it computes {SPELLED_OUT[self.op]}"]
+        reasons = []
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}")
+        if self.op == "vector_add":
+            if self.needs_contiguous and not problem.contiguous:
+                reasons.append("it takes contiguous arrays only")
+            if len(problem.shape) > self.max_axes:
+                reasons.append(
+                    f"it walks {self.max_axes} axes, these arrays have {len(problem.shape)} "
+                    "that cannot be merged"
+                )
+        else:
+            head_dim = max(problem.head_dim, problem.head_dim_v)
+            if self.max_head_dim is not None and head_dim > self.max_head_dim:
+                reasons.append(f"its head_dim goes to {self.max_head_dim}, not {head_dim}")
+            reasons += [
+                f"{axis} must be below 2**30"
+                for axis in ("seqlen_q", "seqlen_k")
+                if getattr(problem, axis) > SEQLEN_LIMIT
+            ]
+        if not reasons:
+            blocks = max(launch.grid for launch in self.work(problem, arch).launches)
+            if blocks > GRID_LIMIT:
+                reasons.append(f"it would take {blocks} blocks, a grid holds 2**31 - 1")
+        return reasons
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        "attention_flash_simt",
+        "attention",
+        "tiles, online softmax, recompute: exact, on CUDA cores",
+        launchers.attention_flash_simt,
+        max_head_dim=256,
+    ),
+    Kernel(
+        "attention_tiled",
+        "attention",
+        "shared-memory tiles; the scores still in device memory",
+        launchers.attention_tiled,
+    ),
+    Kernel(
+        "attention_naive",
+        "attention",
+        "global memory only; the scores in device memory",
+        launchers.attention_naive,
+    ),
+    Kernel(
+        "vector_add_vec4",
+        "vector_add",
+        "16-byte accesses, grid-stride: memory speed",
+        launchers.vector_add_vec4,
+    ),
+    Kernel(
+        "vector_add",
+        "vector_add",
+        "one thread, one element: the first kernel to read",
+        launchers.vector_add,
+        needs_contiguous=True,
+    ),
+)
+
+
+def objections(
+    problem: Any, language: str, arch: str, kernel: str | None = None
+) -> dict[str, list[str]]:
+    """Reasons of every kernel of the problem's operation, by name; an empty list is a yes."""
+    rows = [row for row in KERNELS if row.op == problem.op.removesuffix("_backward")]
+    names = [row.name for row in rows]
+    if kernel is not None and kernel not in names:
+        raise ValueError(f"kernel is {kernel!r}; it takes {', '.join(map(repr, names))} or None")
+    reasons = {}
+    for row in rows:
+        if kernel is not None and row.name != kernel:
+            continue
+        reasons[row.name] = row.why_not(problem, arch)
+        if language not in row.languages:
+            reasons[row.name].append(f"it is not written in {language}")
+    return reasons
+
+
+def select(problem: Any, language: str, arch: str, kernel: str | None = None) -> Kernel:
+    """The first row that takes `problem`, or the row that `kernel` names if it does.
+
+    Raises
+    ------
+    ValueError
+        If no row has the name.
+    NoKernelError
+        Listing why every candidate declined.
+    """
+    reasons = objections(problem, language, arch, kernel)
+    for row in KERNELS:
+        if row.name in reasons and not reasons[row.name]:
+            return row
+    listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+    raise NoKernelError(f"no {language} kernel takes this problem:\n{listed}\n  for {problem}")
