@@ -1,0 +1,251 @@
+"""The `workbench` command: demo, list, compare, show and doctor.
+
+Every command here reads its options, calls the module that does the work and prints what
+`workbench.report` makes of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from workbench import report
+from workbench.report import UserError
+
+app = typer.Typer(
+    help="Attention kernels in CUDA C++ and Numba, side by side, for NumPy and CuPy arrays.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Op(StrEnum):
+    """What `compare` can compare."""
+
+    attention = "attention"
+    vector_add = "vector_add"
+
+
+class Dtype(StrEnum):
+    """Element types of the arrays."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+def main() -> None:
+    """Run the command line; what a user can mend ends in one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"error: {error}", "red"))
+        sys.exit(2)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turn the errors that the API documents into the one line that a user sees."""
+    from workbench import CompileError, ToolchainError
+
+    try:
+        yield
+    except (ValueError, TypeError, CompileError, ToolchainError, MemoryError) as error:
+        raise UserError(str(error) or type(error).__name__) from error
+
+
+def _split(values: Sequence[str] | None) -> list[str]:
+    """Take ``--kernel a,b --kernel c`` as [a, b, c]."""
+    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from workbench.doctor import version
+
+        typer.echo(f"kernel-workbench {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Hold the options that come before a command; there is nothing else to do."""
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The map's file, or the folder to put it in.")
+    ] = Path(),
+) -> None:
+    """Show a photograph's attention: every backend that runs here, a ViT, and a map as a PNG."""
+    from workbench.demo import run
+
+    run(report.make_console(), report.make_progress(report.make_console(stderr=True)), out)
+
+
+@app.command("list")
+def list_kernels() -> None:
+    """List the kernels: what they take, and whether they run here."""
+    from workbench import KERNELS
+    from workbench.bench import what_runs
+
+    console = report.make_console()
+    console.print(report.kernels_table(KERNELS, [what_runs(row) for row in KERNELS]))
+
+
+@app.command()
+def compare(
+    op: Annotated[Op, typer.Argument(help="What to compute.")] = Op.attention,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    heads_kv: Annotated[
+        int | None, typer.Option(min=1, help="Key and value heads.", show_default="heads")
+    ] = None,
+    seqlen: Annotated[int, typer.Option(min=1, help="Queries.")] = 1024,
+    seqlen_k: Annotated[
+        int | None, typer.Option(min=1, help="Keys.", show_default="seqlen")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 64,
+    head_dim_v: Annotated[
+        int | None, typer.Option(min=1, help="Of values.", show_default="head-dim")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.float32,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Query i sees keys up to i + seqlen_k - seqlen.")
+    ] = False,
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="LEFT,RIGHT", help="Keys a query sees on each side; -1 for all."),
+    ] = None,
+    softcap: Annotated[float, typer.Option(min=0.0, help="Cap of the scores; 0 is none.")] = 0.0,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The gradients instead of the result.")
+    ] = False,
+    size: Annotated[int, typer.Option(min=1, help="Elements, for vector_add.")] = 2**24,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these: cuda, numba, cpu, reference.", show_default="all"),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these (see `workbench list`).", show_default="all"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw the rates.")
+    ] = None,
+) -> None:
+    """Compare every kernel in every language: error, time, rate and resources on one problem."""
+    from workbench import bench
+
+    if plot is not None and not plot.parent.is_dir():
+        raise UserError(f"--plot: there is no folder {plot.parent}")
+    workload = bench.Workload(
+        op=op.value,
+        dtype=dtype.value,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen_k or seqlen,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        causal=causal,
+        window=None if window is None else _parse_window(window),
+        softcap=softcap,
+        backward=backward,
+        size=size,
+    )
+    with _user_errors():
+        which = bench.targets(workload.op, _split(backend), _split(kernel))
+    progress = report.make_progress(report.make_console(stderr=True))
+    with progress, _user_errors():
+        step = report.stepper(progress, bench.count_steps(which))
+        comparison = bench.compare(workload, which, progress=step)
+    if as_json:
+        typer.echo(report.comparison_json(comparison))
+    else:
+        report.make_console().print(report.comparison_table(comparison))
+    if plot is not None:
+        report.save_plot(comparison, plot)
+        typer.echo(f"plot written to {plot}", err=True)
+
+
+def _parse_window(text: str) -> tuple[int | None, int | None]:
+    """Parse ``LEFT,RIGHT``; -1 is open."""
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--window is {text!r}; it takes two integers LEFT,RIGHT") from None
+    if min(left, right) < -1:
+        raise UserError(f"--window is {text!r}; its ends are 0 or more, or -1 for open")
+    return (None if left < 0 else left), (None if right < 0 else right)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A kernel, with or without _fwd or _bwd.")],
+    step: Annotated[
+        str | None, typer.Option(help="Only this step: 4b.", show_default="all")
+    ] = None,
+) -> None:
+    """Show a kernel and its twin side by side, step by step."""
+    from workbench import show as source
+
+    console = report.make_console()
+    with _user_errors():
+        stems = source.find_stems(name)
+    shown = 0
+    for stem in stems:
+        pairs = source.read_pairs(stem)
+        if step is not None:
+            pairs = [pair for pair in pairs if source.is_step(pair.title, step)]
+        if pairs:
+            console.print(Text(stem, style="bold underline"))
+            for panel in report.steps(pairs, console):
+                console.print(panel)
+        shown += len(pairs)
+    if not shown:
+        raise UserError(f"{', '.join(stems)} has no step {step!r}")
+
+
+@app.command()
+def doctor(
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Remove all compiled kernels and stop.")
+    ] = False,
+) -> None:
+    """Look at GPU, driver, compilers, packages and caches; say what is missing and the cure."""
+    from workbench import cache
+    from workbench import doctor as examination
+
+    if clear_cache:
+        removed = cache.clear()
+        typer.echo(f"removed {removed} compiled kernels from {cache.folder()}")
+        return
+    machine = examination.inspect()
+    findings = examination.diagnose(machine)
+    report.make_console().print(report.machine_report(machine, findings))
+    if any(finding.verdict is examination.Verdict.WRONG for finding in findings):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The demo: attention over the patches of a photograph, on everything that runs here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console, RenderableType
+from rich.progress import Progress
+from rich.text import Text
+
+from workbench import bench, report
+from workbench import compile as compiler
+from workbench.report import UserError
+from workbench.vit.images import portrait, preprocess
+from workbench.vit.maps import PORTRAIT_QUERY, overlay, patch_attention, patch_heads
+from workbench.vit.weights import random_model
+
+FILE_NAME = "workbench-demo.png"
+MODEL = "vit_base_patch16_224"
+
+
+def run(console: Console, progress: Progress, out: Path) -> None:
+    """Compare every backend on the photograph's patches, run a ViT on it, and write the map.
+
+    Parameters
+    ----------
+    out : Path
+        The map's file, or a folder for it.
+    """
+    target = _target(out)
+    picture = portrait()
+    tokens = patch_heads(picture)
+    _, heads, seqlen, head_dim = tokens.shape
+    console.print(
+        Text(
+            f"A photograph of 224 x 224 pixels, cut into {seqlen} patches of 16 x 16: as queries, "
+            f"keys and values of {heads} heads of {head_dim} they ask which patches are alike.\n"
+        )
+    )
+    which = bench.targets("attention")
+    with progress:
+        step = report.stepper(progress, 2 * bench.count_steps(which) + len(_model_backends()) + 2)
+        for backward in (False, True):
+            console.print(report.comparison_table(_compare(tokens, backward, step)))
+            console.print()
+        console.print(_vision_transformer(picture, step))
+        step("attention map")
+        weights = patch_attention(picture)
+        image = overlay(picture, weights, query=PORTRAIT_QUERY, beside=True)
+    try:
+        image.save(target)
+    except OSError as error:
+        raise UserError(f"the map cannot be written to {target}: {error}") from error
+    row, column = PORTRAIT_QUERY
+    console.print(
+        f"\nAttention map written to {target}: where the picture resembles the framed patch "
+        f"(row {row + 1}, column {column + 1}), the mean of {heads} heads."
+    )
+
+
+def _target(out: Path) -> Path:
+    target = out / FILE_NAME if out.is_dir() else out
+    if not target.parent.is_dir():
+        raise UserError(f"--out: there is no folder {target.parent}")
+    if target.suffix.lower() not in Image.registered_extensions():
+        raise UserError(f"--out: {target} is no folder, and not the name of a picture file")
+    return target
+
+
+def _compare(
+    tokens: np.ndarray[Any, Any], backward: bool, step: Callable[[str], None]
+) -> bench.Comparison:
+    _, heads, seqlen, head_dim = tokens.shape
+    workload = bench.Workload(
+        "attention",
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        backward=backward,
+    )
+    inputs = dict.fromkeys(("q", "k", "v"), tokens)
+    if backward:
+        inputs["dout"] = bench.random_inputs(workload)["dout"]
+    return bench.compare(workload, bench.targets("attention"), inputs=inputs, progress=step)
+
+
+def _model_backends() -> list[str]:
+    on_gpu = compiler.gpu_missing() is None
+    return [*(compiler.LANGUAGES if on_gpu else ()), *bench.HOST_BACKENDS]
+
+
+def _vision_transformer(picture: Image.Image, step: Callable[[str], None]) -> RenderableType:
+    """Run a whole ViT on the picture with every backend's attention, and compare its features."""
+    step(f"{MODEL}, random weights")
+    model = random_model(MODEL)
+    images = preprocess(picture, model.preprocessing)
+    features: dict[str, np.ndarray[Any, Any]] = {}
+    seconds: dict[str, float] = {}
+    for backend in _model_backends():
+        step(f"{MODEL} ({backend})")
+        on_device = images
+        if backend in compiler.LANGUAGES:
+            import cupy
+
+            on_device = cupy.asarray(images)
+        model(on_device, backend=backend)  # compiles and copies the weights
+        start = time.perf_counter()
+        answer = model(on_device, backend=backend).features
+        features[backend] = answer.get() if hasattr(answer, "get") else answer
+        seconds[backend] = time.perf_counter() - start
+    wanted = features["reference"]
+    rows = [
+        (backend, seconds[backend], float(np.abs(x - wanted).max() / np.abs(wanted).max()))
+        for backend, x in features.items()
+    ]
+    title = f"Vision transformer {MODEL}, random weights (seed 0): an answer without meaning"
+    return report.model_table(title, rows)
