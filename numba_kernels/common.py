@@ -152,7 +152,7 @@ def _as_words(builder, address):
 
 
 @intrinsic
-def load16(_typing, x, x_index, source, index):
+def load16(_typing, x, _x_index, source, _index):
     def codegen(context, builder, _signature, args):
         T = source.dtype
         first = _address(context, builder, x, args[0], args[1])
@@ -171,11 +171,11 @@ def load16(_typing, x, x_index, source, index):
             builder.store(element, builder.gep(first, [_WORD(i)]))
         return context.get_dummy_value()
 
-    return types.void(x, x_index, source, index), codegen
+    return types.void(x, types.int64, source, types.int64), codegen
 
 
 @intrinsic
-def store16(_typing, target, index, x, x_index):
+def store16(_typing, target, _index, x, _x_index):
     def codegen(context, builder, _signature, args):
         T = target.dtype
         address = _address(context, builder, target, args[0], args[1])
@@ -196,4 +196,4 @@ def store16(_typing, target, index, x, x_index):
         builder.store(builder.bitcast(vec, _WORDS), _as_words(builder, address), align=16)
         return context.get_dummy_value()
 
-    return types.void(target, index, x, x_index), codegen
+    return types.void(target, types.int64, x, types.int64), codegen
