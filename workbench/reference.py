@@ -187,10 +187,11 @@ def _softmax(s: Array) -> tuple[Array, Array]:
     """Weights p and lse of each row; of a row without keys, 0 and -inf."""
     row_max = s.max(axis=-1, keepdims=True, initial=-np.inf)
     row_max = np.where(np.isneginf(row_max), 0.0, row_max)  # (-inf) - (-inf) would be NaN
-    weights = np.where(_seen(s), np.exp(s - row_max), 0.0)
+    weights = np.exp(s - row_max)
     row_sum = weights.sum(axis=-1, keepdims=True)
     lse = (row_max + np.log(row_sum))[..., 0]
-    return weights / np.where(row_sum == 0.0, 1.0, row_sum), lse
+    # Selected, not just divided: in a row with a NaN, and in one without keys, that gives NaN.
+    return np.where(_seen(s), weights / row_sum, 0.0), lse
 
 
 def _share(own_lse: Array, lse: Array) -> Array:
@@ -227,7 +228,8 @@ def _sum_heads(dx: Array, heads_kv: int) -> Array:
     """The reverse: what all query heads of a group send to their key head."""
     batch, heads_q, seqlen, head_dim = dx.shape
     group = heads_q // max(heads_kv, 1)
-    return dx.reshape(batch, heads_kv, group, seqlen, head_dim).sum(axis=2)
+    total: Array = dx.reshape(batch, heads_kv, group, seqlen, head_dim).sum(axis=2)
+    return total
 
 
 def _lengths(lengths: Array | None, seqlen: int) -> Array:
