@@ -328,7 +328,13 @@ def test_model_args_override_the_architecture() -> None:
         ("vit_tiny_patch16_224", {"embed_dim": "64"}, "embed_dim must be an integer, got '64'"),
         ("vit_tiny_patch16_224", {"depth": True}, "depth must be an integer, got True"),
         ("vit_tiny_patch16_224", {"img_size": [32]}, r"img_size must be one integer or two"),
-        ("vit_tiny_patch16_224", {"mlp_ratio": None}, "mlp_ratio must be a number, got None"),
+        (
+            "vit_tiny_patch16_224",
+            {"mlp_ratio": None},
+            "mlp_ratio must be a finite number, got None",
+        ),
+        ("vit_tiny_patch16_224", {"mlp_ratio": math.inf}, "mlp_ratio must be a finite number"),
+        ("vit_tiny_patch16_224", {"architecture": "x"}, "unknown argument architecture = 'x'"),
         ("vit_tiny_patch16_224", {"qkv_bias": 1}, "qkv_bias must be true or false, got 1"),
     ],
 )
@@ -381,6 +387,27 @@ def test_pretrained_cfg_fills_what_model_args_leave_out(folder: Path) -> None:
     assert model.preprocessing == Preprocessing(
         (32, 32), 0.875, "bilinear", (0.1, 0.2, 0.3), (0.229, 0.224, 0.225)
     )
+
+
+def test_grey_models(folder: Path) -> None:
+    edit_config(
+        folder,
+        pretrained_cfg={
+            "input_size": [1, 32, 32],
+            "fixed_input_size": True,
+            "mean": [0.5],
+            "std": [0.25],
+        },
+    )
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"][:, :1].copy()
+    save_file(tensors, file)
+    model = vit.load(folder)
+    assert model.config.channels == 1
+    images = vit.preprocess(vit.portrait(), model)
+    assert images.shape == (1, 1, 32, 32)
+    assert model(images, backend="reference").logits.shape == (1, 10)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
@@ -458,6 +485,7 @@ def test_truncated_weights(folder: Path, keep: int) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("\ufffd" * 3, "not JSON"),
         ("[]", "no entry 'architecture'"),
         ('{"model_type": "vit"}', "no entry 'architecture'"),
@@ -510,7 +538,7 @@ def shrink(
     return np.moveaxis(shrunk, 0, axis).astype(np.uint8)
 
 
-@pytest.mark.parametrize("size", [(150, 97), (97, 150), (64, 64), (40, 31)])
+@pytest.mark.parametrize("size", [(97, 60), (60, 97), (64, 64), (40, 31)])
 def test_preprocess_from_its_definition(size: tuple[int, int]) -> None:
     width, height = size
     rng = np.random.default_rng(0)
@@ -819,6 +847,23 @@ def test_overlay_is_brightest_at_the_largest_weight() -> None:
     grid = brightness(seen).reshape(14, 32, 14, 32).mean(axis=(1, 3))
     assert np.unravel_index(grid.argmax(), grid.shape) == (3, 10)
     assert grid.max() > 2 * np.median(grid)
+
+
+def test_overlay_shows_square_roots() -> None:
+    weights = np.ones((14, 14))
+    weights[:, 7:] = 0.25
+    seen = vit.overlay(Image.new("RGB", (300, 300), (90, 90, 90)), weights)
+    for x, share in ((64, 1.0), (384, 0.5)):
+        opacity = 0.35 + 0.5 * share
+        wanted = (1 - opacity) * 90 + opacity * maps.colours(np.array(share))
+        np.testing.assert_allclose(seen.getpixel((x, 224)), wanted, atol=0.6)
+
+
+def test_overlay_does_not_overshoot() -> None:
+    weights = np.zeros((14, 14))
+    weights[4:10, 4:10] = 1
+    seen = np.asarray(vit.overlay(Image.new("RGB", (300, 300)), weights))
+    assert seen[..., 0].max() == round((0.35 + 0.5) * 254)
 
 
 def test_overlay_shows_the_picture() -> None:

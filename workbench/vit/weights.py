@@ -131,7 +131,7 @@ def random_model(config: ViTConfig | str = "vit_base_patch16_224", seed: int = 0
     return ViT(config, weights)
 
 
-def timm_config(architecture: str, **model_args: Any) -> ViTConfig:
+def timm_config(architecture: str, /, **model_args: Any) -> ViTConfig:
     """The configuration of a plain timm vision transformer.
 
     Parameters
@@ -180,8 +180,8 @@ def timm_config(architecture: str, **model_args: Any) -> ViTConfig:
             raise ValueError(f"unknown argument {name} = {value!r}")
     dim = _integer(args, "embed_dim")
     ratio = args["mlp_ratio"]
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ValueError(f"mlp_ratio must be a number, got {ratio!r}")
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not math.isfinite(ratio):
+        raise ValueError(f"mlp_ratio must be a finite number, got {ratio!r}")
     return ViTConfig(
         image_size=_pair(args, "img_size"),
         patch_size=_pair(args, "patch_size"),
@@ -201,7 +201,7 @@ def _read_config(file: Path) -> tuple[ViTConfig, Preprocessing]:
     """The entries of config.json, resolved in the order in which timm resolves them."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error})") from error
     try:
         if not isinstance(entries, dict) or not isinstance(entries.get("architecture"), str):
