@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -203,6 +204,9 @@ class Gradients(NamedTuple):
 # ---------------------------------------------------------------------------------------- arrays
 
 
+_OPTIONAL = ("mask", "bias", "q_lengths", "kv_lengths", "dlse")
+
+
 def is_device_array(x: Any) -> bool:
     """Whether `x` is a CuPy array, without importing CuPy for those who have none."""
     return type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "data")
@@ -224,16 +228,14 @@ def as_array(name: str, x: Any) -> Array:
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
     if hasattr(x, "__cuda_array_interface__"):
-        import cupy
-
-        return cupy.asarray(x)
+        return _cupy_for(name).asarray(x)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         try:
             if x.__dlpack_device__()[0] == 1:  # kDLCPU
                 return np.from_dlpack(x)
-            import cupy
-
-            return cupy.from_dlpack(x)
+            return _cupy_for(name).from_dlpack(x)
+        except compiler.ToolchainError:
+            raise
         except (BufferError, RuntimeError, TypeError) as error:
             raise TypeError(f"{name}: its DLPack export cannot be read: {error}") from error
     raise TypeError(
@@ -242,9 +244,36 @@ def as_array(name: str, x: Any) -> Array:
     )
 
 
+def _cupy_for(name: str) -> ModuleType:
+    """CuPy, which the argument `name` needs."""
+    missing = compiler.gpu_missing()
+    if missing is not None:
+        raise compiler.ToolchainError(f"{name} is on a GPU, but {missing}")
+    import cupy
+
+    return cupy  # type: ignore[no-any-return]
+
+
+def device_of(arrays: Iterable[Array]) -> AbstractContextManager[Any]:
+    """Make the GPU of the first CuPy array the current one: outputs belong beside the inputs."""
+    for x in arrays:
+        if is_device_array(x):
+            return x.device  # type: ignore[no-any-return]
+    return nullcontext()
+
+
+def as_arrays(named: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of a call, without the optional ones that were left out."""
+    return {
+        name: as_array(name, x)
+        for name, x in named.items()
+        if not (x is None and name in _OPTIONAL)
+    }
+
+
 def _take_arrays(named: Mapping[str, Any]) -> dict[str, Array]:
     """All arrays of a call, of one kind and on one device."""
-    arrays = {name: as_array(name, x) for name, x in named.items() if x is not None}
+    arrays = as_arrays(named)
     on_device = {name: is_device_array(x) for name, x in arrays.items()}
     if len(set(on_device.values())) > 1:
         kinds = ", ".join(
@@ -324,10 +353,14 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 def _number(name: str, value: Any) -> float:
     """A finite real number as a Python float; NumPy scalars and 0-d arrays are numbers too."""
-    if isinstance(value, (bool, np.bool_, str, bytes)):
+    # A complex NumPy scalar and an array of one element would convert, with a warning at most.
+    misfit = np.iscomplexobj(value) or getattr(value, "ndim", 0) != 0
+    if misfit or isinstance(value, (bool, np.bool_, str, bytes)):
         raise TypeError(f"{name} is {value!r}; it takes a real number")
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {value!r}; it takes a real number") from error
     if not math.isfinite(number):
@@ -348,7 +381,8 @@ def _window_end(side: str, value: Any) -> int | None:
         raise ValueError(
             f"window's {side} end is {end}; it takes 0 or more, or -1 or None for open"
         )
-    return None if end == -1 else end
+    # Further than any sequence is long: open, before a position plus it overflows.
+    return None if end == -1 or end >= 2**62 else end
 
 
 def _key_window(causal: Any, window: Any) -> tuple[int | None, int | None, bool]:
@@ -366,7 +400,7 @@ def _key_window(causal: Any, window: Any) -> tuple[int | None, int | None, bool]
     return left, 0 if causal else right, isinstance(causal, str)
 
 
-def _lengths(name: str, x: Array, batch: int, seqlen: int, axis: str) -> Array:
+def _check_lengths(name: str, x: Array, batch: int, seqlen: int, axis: str) -> None:
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {x.dtype}; it takes an integer array of shape (batch,)")
     if x.shape != (batch,):
@@ -374,7 +408,13 @@ def _lengths(name: str, x: Array, batch: int, seqlen: int, axis: str) -> Array:
     # Lengths on the GPU are clamped by the kernels: a check here would make the host wait.
     if isinstance(x, np.ndarray) and x.size and (x.min() < 0 or x.max() > seqlen):
         raise ValueError(f"{name} is {x.tolist()}; each must be from 0 to {axis} = {seqlen}")
-    return array_module(x).ascontiguousarray(x.astype(np.int32, copy=False))
+
+
+def _int32_lengths(x: Array, seqlen: int) -> Array:
+    """`x`, or a contiguous int32 copy; what was not checked is clamped before it is narrowed."""
+    if x.dtype != np.int32:
+        x = x.astype(np.int64, copy=False).clip(0, seqlen).astype(np.int32)
+    return array_module(x).ascontiguousarray(x)
 
 
 def _broadcast(name: str, x: Array, shape: tuple[int, int, int, int]) -> Array:
@@ -530,7 +570,7 @@ def _check(
         ("kv_lengths", "seqlen_k", sizes.seqlen_k),
     ):
         if name in given:
-            given[name] = _lengths(name, given[name], sizes.batch, seqlen, axis)
+            _check_lengths(name, given[name], sizes.batch, seqlen, axis)
     return call
 
 
@@ -614,9 +654,14 @@ def _ready_inputs(call: _Call, tensors: tuple[str, ...], copied: list[str]) -> d
             copied.append(f"bias is converted from {bias.dtype} to {call.acc}")
         # Converted before it is broadcast: a copy of what the caller holds, never of N x N.
         ready["bias"] = _broadcast("bias", bias.astype(call.acc, copy=False), call.score_shape)
-    for name in ("q_lengths", "kv_lengths"):
+    for name, seqlen in (
+        ("q_lengths", call.sizes.seqlen_q),
+        ("kv_lengths", call.sizes.seqlen_k),
+    ):
         if name in call.given:
-            ready[name] = call.given[name]
+            ready[name] = _int32_lengths(call.given[name], seqlen)
+            if ready[name] is not call.given[name]:
+                copied.append(f"{name} is converted to contiguous int32")
     return ready
 
 

@@ -304,7 +304,7 @@ def _numba_cuda() -> ModuleType:
     import numpy as np
 
     if not hasattr(np, "row_stack"):  # numba-cuda 0.30 looks it up; NumPy 2.5 has dropped it
-        np.vstack = np.vstack  # type: ignore[attr-defined, unused-ignore]
+        vars(np)["row_stack"] = np.vstack
     try:
         importlib.metadata.version("numba-cuda")
         return importlib.import_module("numba.cuda")

@@ -81,14 +81,19 @@ def run(
         repeat = _repeats.get(key)
         if repeat is not None:
             return repeat(named)
+    arrays = checks.as_arrays(named)
+    with checks.device_of(arrays.values()):
+        return _run(op, arrays, options, kernel, out, key)
+
+
+def _run(
+    op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], kernel: Any, out: Any, key: Any
+) -> tuple[Any, ...]:
+    """A call of a new kind, with the device of its arrays as the current one."""
     targets = {} if out is None else {"out": out}
-    prepared = checks.PREPARE[op](named, **targets, **options)
+    prepared = checks.PREPARE[op](arrays, **targets, **options)
     if prepared.backend in HOST_BACKENDS:
-        if kernel is not None:
-            raise ValueError(
-                f"kernel is {kernel!r}, but backend {prepared.backend!r} has no kernels to choose "
-                f"from; it goes with backend {' or '.join(map(repr, checks.DEVICE_BACKENDS))}"
-            )
+        no_kernel_on_host(kernel, prepared.backend)
         _run_on_host(op, prepared)
         return checks.hand_back(prepared)
     plan = _plan(prepared, kernel)
@@ -100,6 +105,15 @@ def run(
         outputs = tuple((name, x.shape, x.dtype) for name, x, _ in prepared.outputs)
         _repeats[key] = _Repeat(plan, sys.modules["cupy"].ndarray, outputs)
     return checks.hand_back(prepared)
+
+
+def no_kernel_on_host(kernel: Any, backend: str) -> None:
+    """Refuse `kernel` where a host backend runs: nothing is accepted and ignored."""
+    if kernel is not None:
+        raise ValueError(
+            f"kernel is {kernel!r}, but backend {backend!r} has no kernels to choose from; it goes "
+            f"with backend {' or '.join(map(repr, checks.DEVICE_BACKENDS))}"
+        )
 
 
 def host(backend: str) -> ModuleType:
@@ -136,10 +150,11 @@ def _run_on_host(op: str, prepared: Prepared) -> None:
 
 def merge(outs: Any, lses: Any, backend: Any) -> tuple[Any, Any]:
     """Carry out one call of `merge_attention`."""
-    prepared = checks.prepare_merge(outs, lses, backend=backend)
-    arrays = prepared.arrays
-    # On the GPU the formula runs on CuPy arrays as it does on NumPy's: a few element-wise steps.
-    module = host(prepared.backend if prepared.backend in HOST_BACKENDS else "cpu")
-    module.merge_attention(arrays.outs, arrays.lses, arrays.out, arrays.lse)
-    out, lse = checks.hand_back(prepared)
-    return out, lse
+    with checks.device_of(outs if isinstance(outs, (tuple, list)) else ()):
+        prepared = checks.prepare_merge(outs, lses, backend=backend)
+        arrays = prepared.arrays
+        # On the GPU the formula runs on CuPy arrays as on NumPy's: a few element-wise steps.
+        module = host(prepared.backend if prepared.backend in HOST_BACKENDS else "cpu")
+        module.merge_attention(arrays.outs, arrays.lses, arrays.out, arrays.lse)
+        out, lse = checks.hand_back(prepared)
+        return out, lse

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench import checks, table
+from workbench import checks, dispatch, table
 from workbench import compile as compiler
 from workbench.checks import Array
 
@@ -141,14 +141,17 @@ kernel
         "softcap": softcap,
         "layout": layout,
     }
-    on_device = checks.is_device_array(checks.as_array("q", q))
+    named = checks.as_arrays(named)
+    on_device = checks.is_device_array(named["q"])
     language = checks.resolve_backend(backend, on_device)
     if arch is not None and language in checks.HOST_BACKENDS:
         language = "cuda"
     # Host arrays are described where they are: what would be copied to the GPU has their strides.
     place = language if on_device or language in checks.HOST_BACKENDS else "reference"
-    prepared = checks.prepare_attention(named, return_lse=True, backend=place, **options)
+    with checks.device_of(named.values()):
+        prepared = checks.prepare_attention(named, return_lse=True, backend=place, **options)
     if language in checks.HOST_BACKENDS:
+        dispatch.no_kernel_on_host(kernel, language)
         missing = compiler.gpu_missing()
         reasons = {name: [missing] for name in checks.DEVICE_BACKENDS} if missing else {}
         return Explanation(language, reasons=reasons, notes=prepared.copied)
