@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import pytest
 
-
-def missing_gpu() -> str | None:
-    """Say why no test can use a GPU here, or None where one can."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns when it finds no toolkit; that is our answer
-        try:
-            import cupy
-        except ImportError as error:
-            return f"CuPy cannot be imported ({error})"
-        try:
-            if cupy.cuda.runtime.getDeviceCount() == 0:
-                return "no NVIDIA GPU found"
-            cupy.zeros(1).sum().item()
-        except Exception as error:  # noqa: BLE001 - whatever CuPy raises, the GPU is not usable
-            return f"no usable NVIDIA GPU ({type(error).__name__}: {error})"
-    return None
+from workbench.compile import gpu_missing
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    reason = missing_gpu() if on_gpu else None
+    reason = gpu_missing() if on_gpu else None
     if reason is None:
         return
     if config.option.markexpr == "gpu":

@@ -8,6 +8,7 @@ measured in the same run on the same device, so that a share of them means somet
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import platform
@@ -30,6 +31,12 @@ Array = Any
 
 OPS = ("attention", "vector_add")
 HOST_BACKENDS = ("cpu", "reference")
+CEILINGS = {  # by operation and whether it is a GPU's: what its share is of
+    ("attention", True): "cuBLAS matmul",
+    ("attention", False): "NumPy matmul",
+    ("vector_add", True): "device-to-device copy",
+    ("vector_add", False): "copy by all cores",
+}
 REPEATS = 10
 SECONDS_PER_ROW = 1.0  # a row stops repeating after this; a single slow call may pass it
 BATCH_SECONDS = 2e-3  # GPU calls are timed in batches of about this, so that events cost nothing
@@ -86,6 +93,14 @@ class Workload:
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         return ", ".join(parts)
+
+    def asdict(self) -> dict[str, Any]:
+        """Give the fields that mean something for the operation."""
+        fields = dataclasses.asdict(self)
+        if self.op == "vector_add":
+            return {name: fields[name] for name in ("op", "dtype", "size")}
+        del fields["size"]
+        return fields
 
     @property
     def unit(self) -> str:
@@ -179,12 +194,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All rows of one workload, and notes that belong under the table."""
+    """All rows of one workload.
+
+    Attributes
+    ----------
+    devices : list of str
+        Names of the GPU and the CPU, as far as they were used.
+    ceilings : dict
+        What they reached in the same run, in the workload's unit, by what was measured.
+    checked : float
+        Fraction of the heads that the oracle looked at.
+    """
 
     workload: Workload
     rows: tuple[Row, ...]
     devices: list[str]
-    notes: list[str]
+    ceilings: dict[str, float]
+    checked: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +293,12 @@ def ceiling_gpu(op: str, dtype: str) -> float:
     if op == "vector_add":
         source = cupy.ones(2**28, dtype=cupy.float32)
         target = cupy.empty_like(source)
-        return 2e-9 * source.nbytes / time_gpu(lambda: cupy.copyto(target, source)).minimum
+        moved = 2e-9 * int(source.nbytes)
+        return moved / time_gpu(lambda: cupy.copyto(target, source)).minimum
     n = 8192 if dtype in ("float16", "bfloat16") else 4096
     # Random data: a GPU clocks higher on zeros, and no kernel is timed on those.
-    a = cupy.random.default_rng(0).standard_normal((n, n), dtype=cupy.float32).astype(DTYPES[dtype])
+    strip = np.random.default_rng(0).standard_normal((512, n), dtype=np.float32)
+    a = cupy.tile(cupy.asarray(strip), (n // 512, 1)).astype(DTYPES[dtype])
     out = cupy.empty_like(a)
     multiply = _gemm_bfloat16 if dtype == "bfloat16" else cupy.matmul
     return 2e-12 * n**3 / time_gpu(lambda: multiply(a, a, out=out)).minimum
@@ -454,10 +482,10 @@ def compare(
     oracle = Oracle(workload, inputs)
     progress("ceilings")
     ceilings: dict[str, float] = {}
-    if on_host:
-        ceilings["host"] = ceiling_host(workload.op, workload.dtype)
     if on_gpu:
-        ceilings["gpu"] = ceiling_gpu(workload.op, workload.dtype)
+        ceilings[CEILINGS[workload.op, True]] = ceiling_gpu(workload.op, workload.dtype)
+    if on_host:
+        ceilings[CEILINGS[workload.op, False]] = ceiling_host(workload.op, workload.dtype)
 
     rows = []
     for kernel, backend in which:
@@ -467,7 +495,7 @@ def compare(
             continue
         rows.append(_measure(workload, oracle, kernel, backend, ceilings))
     devices = ([gpu_name()] if on_gpu else []) + ([cpu_name()] if on_host else [])
-    return Comparison(workload, tuple(rows), devices, _notes(workload, oracle, ceilings))
+    return Comparison(workload, tuple(rows), devices, ceilings, oracle.checked)
 
 
 def count_steps(which: Sequence[object]) -> int:
@@ -505,7 +533,7 @@ def _measure(
         seconds=timing.median,
         seconds_min=timing.minimum,
         rate=rate,
-        ceiling=ceilings["gpu" if on_gpu else "host"],
+        ceiling=ceilings[CEILINGS[workload.op, on_gpu]],
         registers=used[0],
         stack_bytes=used[1],
         shared_bytes=used[2],
@@ -626,22 +654,6 @@ def cpu_name() -> str:
         name = next(models, f":{name}").partition(":")[2].strip()
     cores = os.cpu_count() or 1
     return f"{name}, {cores} core{'s' if cores > 1 else ''}"
-
-
-def _notes(workload: Workload, oracle: Oracle, ceilings: dict[str, float]) -> list[str]:
-    """Say what the numbers of a table were measured against."""
-    names = (
-        {"gpu": "device-to-device copy", "host": "copy by all cores"}
-        if workload.op == "vector_add"
-        else {"gpu": "cuBLAS", "host": "NumPy matmul"}
-    )
-    measured = ", ".join(
-        f"{names[where]} {rate:.3g} {workload.unit}" for where, rate in ceilings.items()
-    )
-    notes = [f"share: of what this machine reached in the same run: {measured}"] if measured else []
-    if oracle.checked < 1:
-        notes.append(f"error: checked on {100 * oracle.checked:.2g} % of the heads")
-    return notes
 
 
 def what_runs(row: Any) -> tuple[list[str], list[str]]:

@@ -97,7 +97,7 @@ def demo(
     """Show a photograph's attention: every backend that runs here, a ViT, and a map as a PNG."""
     from workbench.demo import run
 
-    run(report.make_console(), report.make_progress(report.make_console(stderr=True)), out)
+    run(report.make_console(), out)
 
 
 @app.command("list")
@@ -107,7 +107,7 @@ def list_kernels() -> None:
     from workbench.bench import what_runs
 
     console = report.make_console()
-    console.print(report.kernels_table(KERNELS, [what_runs(row) for row in KERNELS]))
+    report.emit(console, report.kernels_table(KERNELS, [what_runs(row) for row in KERNELS]))
 
 
 @app.command()
@@ -175,14 +175,14 @@ def compare(
     )
     with _user_errors():
         which = bench.targets(workload.op, _split(backend), _split(kernel))
-    progress = report.make_progress(report.make_console(stderr=True))
-    with progress, _user_errors():
+    console = report.make_console()
+    with _user_errors(), report.make_progress(console) as progress:
         step = report.stepper(progress, bench.count_steps(which))
         comparison = bench.compare(workload, which, progress=step)
     if as_json:
         typer.echo(report.comparison_json(comparison))
     else:
-        report.make_console().print(report.comparison_table(comparison))
+        report.emit(console, report.comparison_table(comparison))
     if plot is not None:
         report.save_plot(comparison, plot)
         typer.echo(f"plot written to {plot}", err=True)
@@ -218,9 +218,9 @@ def show(
         if step is not None:
             pairs = [pair for pair in pairs if source.is_step(pair.title, step)]
         if pairs:
-            console.print(Text(stem, style="bold underline"))
+            report.emit(console, Text(stem, style="bold underline"))
             for panel in report.steps(pairs, console):
-                console.print(panel)
+                report.emit(console, panel)
         shown += len(pairs)
     if not shown:
         raise UserError(f"{', '.join(stems)} has no step {step!r}")
@@ -242,7 +242,7 @@ def doctor(
         return
     machine = examination.inspect()
     findings = examination.diagnose(machine)
-    report.make_console().print(report.machine_report(machine, findings))
+    report.emit(report.make_console(), report.machine_report(machine, findings))
     if any(finding.verdict is examination.Verdict.WRONG for finding in findings):
         raise typer.Exit(1)
 

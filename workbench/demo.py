@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from rich.console import Console, RenderableType
-from rich.progress import Progress
 from rich.text import Text
 
 from workbench import bench, report
@@ -24,7 +23,7 @@ FILE_NAME = "workbench-demo.png"
 MODEL = "vit_base_patch16_224"
 
 
-def run(console: Console, progress: Progress, out: Path) -> None:
+def run(console: Console, out: Path) -> None:
     """Compare every backend on the photograph's patches, run a ViT on it, and write the map.
 
     Parameters
@@ -36,19 +35,20 @@ def run(console: Console, progress: Progress, out: Path) -> None:
     picture = portrait()
     tokens = patch_heads(picture)
     _, heads, seqlen, head_dim = tokens.shape
-    console.print(
+    report.emit(
+        console,
         Text(
             f"A photograph of 224 x 224 pixels, cut into {seqlen} patches of 16 x 16: as queries, "
             f"keys and values of {heads} heads of {head_dim} they ask which patches are alike.\n"
-        )
+        ),
     )
     which = bench.targets("attention")
-    with progress:
+    with report.make_progress(console) as progress:
         step = report.stepper(progress, 2 * bench.count_steps(which) + len(_model_backends()) + 2)
         for backward in (False, True):
-            console.print(report.comparison_table(_compare(tokens, backward, step)))
-            console.print()
-        console.print(_vision_transformer(picture, step))
+            report.emit(console, report.comparison_table(_compare(tokens, backward, step)))
+            report.emit(console)
+        report.emit(console, _vision_transformer(picture, step))
         step("attention map")
         weights = patch_attention(picture)
         image = overlay(picture, weights, query=PORTRAIT_QUERY, beside=True)
@@ -57,9 +57,10 @@ def run(console: Console, progress: Progress, out: Path) -> None:
     except OSError as error:
         raise UserError(f"the map cannot be written to {target}: {error}") from error
     row, column = PORTRAIT_QUERY
-    console.print(
+    report.emit(
+        console,
         f"\nAttention map written to {target}: where the picture resembles the framed patch "
-        f"(row {row + 1}, column {column + 1}), the mean of {heads} heads."
+        f"(row {row + 1}, column {column + 1}), the mean of {heads} heads.",
     )
 
 

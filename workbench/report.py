@@ -19,7 +19,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from workbench.bench import Comparison, Row, Workload
+from workbench.bench import Comparison, Row
 from workbench.checks import DTYPES
 from workbench.doctor import Finding, Machine, Verdict, facts_of
 from workbench.show import Pair, Piece
@@ -42,11 +42,23 @@ def make_console(*, stderr: bool = False) -> Console:
     """Make a console as wide as the terminal, or as wide as tables like it where there is none."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def emit(console: Console, *renderables: RenderableType) -> None:
+    """Print; into a pipe or a file without the blanks that fill a terminal's lines."""
+    if console.is_terminal:
+        console.print(*renderables)
+        return
+    with console.capture() as capture:
+        console.print(*renderables)
+    console.file.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
 
 
 def make_progress(console: Console) -> Progress:
     """Make a progress bar that leaves nothing behind, and prints nothing where nobody watches."""
+    if not console.is_terminal:
+        console = make_console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -145,24 +157,35 @@ def kernels_table(
 
 def comparison_table(comparison: Comparison) -> RenderableType:
     """Lay out a comparison: the rows that ran, then why the others did not."""
-    workload = comparison.workload
     ran = [row for row in comparison.rows if row.reason is None]
-    parts: list[RenderableType] = [Text(workload.title, style="bold")]
+    parts: list[RenderableType] = [Text(comparison.workload.title, style="bold")]
     parts += [Text(device, style="dim") for device in comparison.devices]
     if ran:
-        parts += [Text(), _rows_table(workload, ran)]
-    parts += [Text(note, style="dim") for note in comparison.notes]
+        unit, factor = _display_unit(comparison)
+        parts += [Text(), _rows_table(ran, unit, factor)]
+        against = ", ".join(
+            f"{name} at {three_digits(factor * rate)} {unit}"
+            for name, rate in comparison.ceilings.items()
+        )
+        parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
+    if comparison.checked < 1:
+        heads = f"{100 * comparison.checked:.2g} % of the heads"
+        parts.append(Text(f"error checked on {heads}", style="dim"))
     stopped = [row for row in comparison.rows if row.reason is not None]
     if stopped:
         parts += [Text(), *_reasons(stopped)]
     return Group(*parts)
 
 
-def _rows_table(workload: Workload, rows: Sequence[Row]) -> Table:
-    fastest = max((row.rate or 0.0 for row in rows), default=0.0)
-    # No three leading zeros on a machine without a GPU.
-    giga = workload.unit == "TFLOP/s" and fastest < 1
-    unit, factor = ("GFLOP/s", 1e3) if giga else (workload.unit, 1.0)
+def _display_unit(comparison: Comparison) -> tuple[str, float]:
+    """Choose a unit without leading zeros on a machine that has no GPU."""
+    unit = comparison.workload.unit
+    if unit == "TFLOP/s" and max(comparison.ceilings.values(), default=1.0) < 1:
+        return "GFLOP/s", 1e3
+    return unit, 1.0
+
+
+def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
     numbers = ["error", "time", unit, "share"]
     on_gpu = any(row.registers is not None for row in rows)
     if on_gpu:
@@ -170,6 +193,7 @@ def _rows_table(workload: Workload, rows: Sequence[Row]) -> Table:
     table = plain_table("kernel", "backend", *numbers, right=numbers)
     for column in table.columns:
         column.no_wrap = True
+    fastest = max((row.rate or 0.0 for row in rows), default=0.0)
     for row in rows:
         cells = [
             row.kernel or NONE,
@@ -206,15 +230,16 @@ def _reasons(rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 
 def comparison_json(comparison: Comparison) -> str:
-    """Give a comparison as JSON: its workload, devices, notes and a list of rows."""
+    """Give a comparison as JSON: its workload, devices, ceilings and rows."""
     rows = [dataclasses.asdict(row) | {"share": row.share} for row in comparison.rows]
     return json.dumps(
         {
-            "workload": dataclasses.asdict(comparison.workload),
+            "workload": comparison.workload.asdict(),
             "unit": comparison.workload.unit,
             "devices": comparison.devices,
             "rows": rows,
-            "notes": comparison.notes,
+            "ceilings": comparison.ceilings,
+            "checked": comparison.checked,
         },
         indent=2,
     )

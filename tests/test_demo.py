@@ -1,0 +1,30 @@
+"""The demo from end to end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+
+from workbench import demo
+
+
+def test_the_demo_prints_its_tables_and_writes_the_map(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    demo.run(Console(file=stream, width=100), tmp_path)
+    out = stream.getvalue()
+    assert "196 patches" in out
+    for title in ("attention forward", "attention backward", "random weights"):
+        assert title in out
+    for backend in ("cpu", "reference"):
+        assert out.count(f" {backend} ") >= 2, "forward and backward"
+    with Image.open(tmp_path / demo.FILE_NAME) as picture:
+        pixels = np.asarray(picture)
+    height, width, _ = pixels.shape
+    assert width > 1.9 * height, "the picture and the map beside each other"
+    left, right = pixels[:, : width // 2].astype(int), pixels[:, width // 2 :].astype(int)
+    assert left.std() > 20
+    assert right.std() > 20
