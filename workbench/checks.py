@@ -33,6 +33,7 @@ LAYOUTS = ("bhnd", "bnhd")
 HOST_BACKENDS = ("cpu", "reference")
 DEVICE_BACKENDS = ("cuda", "numba")
 BACKENDS = ("auto", *DEVICE_BACKENDS, *HOST_BACKENDS)
+MAX_AXES = 4  # what a kernel walks
 MAX_ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 Array = Any  # numpy.ndarray or cupy.ndarray: CuPy is not imported before it is needed
@@ -106,18 +107,15 @@ class VectorProblem:
     Attributes
     ----------
     shape : tuple of int
-        At most four axes: axes that are contiguous in all three arrays are merged into one.
+        At most `MAX_AXES`: axes that all three arrays walk as one are merged.
     strides : tuple
         ``(name, strides in elements)`` of a, b and out, one stride an axis of `shape`.
-    alignments : tuple of int
-        Address of a, b and out modulo 16 bytes.
     """
 
     op: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[tuple[str, tuple[int, ...]], ...]
-    alignments: tuple[int, ...] = (0, 0, 0)
 
     @property
     def size(self) -> int:
@@ -183,8 +181,10 @@ class Prepared:
 
     @property
     def in_place(self) -> bool:
-        """Whether the kernel reads the caller's arrays and its outputs are the results."""
-        return not self.copied and all(target is None for _, _, target in self.outputs)
+        """Whether the kernel reads the caller's arrays and its plain outputs are the results."""
+        return not self.copied and all(
+            target is None and filled.flags.c_contiguous for _, filled, target in self.outputs
+        )
 
     @property
     def device(self) -> int:
@@ -574,15 +574,20 @@ def _check(
     return call
 
 
-def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: Any, call: _Call) -> Array:
+def _check_target(
+    name: str, x: Any, shape: tuple[int, ...], dtype: Any, given: dict[str, Array]
+) -> Array:
     """Check an array that the caller gave for a result."""
     x = as_array(name, x)
-    if is_device_array(x) != is_device_array(call.given["q"]):
-        raise TypeError(f"{name} must be a NumPy or CuPy array as q is; got a {type(x).__name__}")
-    _expect_shape(name, x, shape, _shapes(call.given, _INPUTS))
+    first = next(iter(given))
+    if is_device_array(x) != is_device_array(given[first]):
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array as {first} is; got a {type(x).__name__}"
+        )
+    _expect_shape(name, x, shape, _shapes(given, tuple(given)))
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it takes {dtype}")
-    _check_writable(name, x, call.given)
+    _check_writable(name, x, given)
     return x
 
 
@@ -620,14 +625,14 @@ def _overlap(a: Array, b: Array) -> bool:
         return np.may_share_memory(x, y)
 
 
-def _place(call: _Call, backend: Any) -> Prepared:
+def _place(given: dict[str, Array], backend: Any) -> Prepared:
     """Resolve the backend and bring host arrays to the GPU where that backend needs them."""
-    on_device = is_device_array(call.given["q"])
+    on_device = is_device_array(next(iter(given.values())))
     prepared = Prepared(resolve_backend(backend, on_device))
     if prepared.backend in DEVICE_BACKENDS and not on_device:
         cupy = compiler.require_gpu(prepared.backend)
         prepared.to_host = True
-        call.given = {name: cupy.asarray(x) for name, x in call.given.items()}
+        given.update({name: cupy.asarray(x) for name, x in given.items()})
         prepared.copied.append("NumPy arrays are copied to the GPU and the results back")
     return prepared
 
@@ -733,10 +738,10 @@ def prepare_attention(
         shapes = (call.user_shape("out"), call.lse_shape)
         dtypes = (DTYPES[call.dtype], call.acc)
         for name, x, shape, dtype in zip(("out", "lse"), pair, shapes, dtypes, strict=False):
-            targets[name] = _check_target(name, x, shape, dtype, call)
+            targets[name] = _check_target(name, x, shape, dtype, call.given)
         if len(targets) == 2 and _overlap(targets["out"], targets["lse"]):
             raise ValueError("out and lse overlap in memory; each takes an array of its own")
-    prepared = _place(call, backend)
+    prepared = _place(call.given, backend)
     ready = _ready_inputs(call, _INPUTS, prepared.copied)
     _add_tensor(prepared, call, ready, "out", targets.get("out"))
     target = targets.get("lse")
@@ -765,7 +770,7 @@ def prepare_attention_backward(
                 raise TypeError(f"{name} has dtype {call.given[name].dtype}; it takes {call.acc}")
     if _flag("return_dbias", return_dbias) and "bias" not in call.given:
         raise ValueError("return_dbias=True needs a bias")
-    prepared = _place(call, backend)
+    prepared = _place(call.given, backend)
     ready = _ready_inputs(call, tensors, prepared.copied)
     for name in ("dq", "dk", "dv"):
         _add_tensor(prepared, call, ready, name, None)
@@ -799,44 +804,36 @@ def prepare_vector_add(named: Mapping[str, Any], *, out: Any = None, backend: An
         raise ValueError(f"b must have a's shape, nothing is broadcast: {shown}")
     target = None
     if out is not None:
-        target = as_array("out", out)
-        if is_device_array(target) != is_device_array(given["a"]):
-            raise TypeError(
-                f"out must be a NumPy or CuPy array as a is; got a {type(out).__name__}"
-            )
-        _expect_shape("out", target, given["a"].shape, shown)
-        if dtype_name("out", target) != dtype:
-            raise TypeError(f"out has dtype {target.dtype}; it takes {DTYPES[dtype]}")
-        _check_writable("out", target, given)
-    on_device = is_device_array(given["a"])
-    prepared = Prepared(resolve_backend(backend, on_device))
-    if prepared.backend in DEVICE_BACKENDS and not on_device:
-        cupy = compiler.require_gpu(prepared.backend)
-        prepared.to_host = True
-        given = {name: cupy.asarray(x) for name, x in given.items()}
-    filled = target
-    if filled is None or prepared.to_host:
-        filled = array_module(given["a"]).empty(given["a"].shape, DTYPES[dtype])
+        target = _check_target("out", out, given["a"].shape, DTYPES[dtype], given)
+    prepared = _place(given, backend)
+    xp = array_module(given["a"])
+    with device_of(given.values()):
+        filled = target
+        if filled is None or prepared.to_host:
+            # The axes in the order that a has them in memory, as NumPy's a + b does.
+            filled = xp.empty_like(given["a"])
+        walk = _merge_axes((given["a"], given["b"], filled))
+        if len(walk[0]) > MAX_AXES and prepared.backend in DEVICE_BACKENDS:
+            prepared.copied.append(f"arrays of more than {MAX_AXES} separate axes are copied")
+            given = {name: xp.ascontiguousarray(x) for name, x in given.items()}
+            filled = xp.empty(given["a"].shape, DTYPES[dtype])
+            walk = _merge_axes((given["a"], given["b"], filled))
     prepared.outputs.append(("out", filled, target))
     prepared.arrays = VectorArrays(given["a"], given["b"], filled)
-    if prepared.backend in DEVICE_BACKENDS:
-        arrays = (given["a"], given["b"], filled)
-        shape, strides = _collapse(arrays)
-        prepared.problem = VectorProblem(
-            "vector_add",
-            dtype,
-            shape,
-            tuple(zip(("a", "b", "out"), strides, strict=True)),
-            tuple(x.data.ptr % MAX_ALIGNMENT for x in arrays),
-        )
+    shape, strides = walk
+    prepared.problem = VectorProblem(
+        "vector_add", dtype, shape, tuple(zip(("a", "b", "out"), strides, strict=True))
+    )
     return prepared
 
 
-def _collapse(arrays: tuple[Array, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Merge neighbouring axes that all arrays walk as one; strides in elements."""
+def _merge_axes(arrays: tuple[Array, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Shape and strides, in elements, after merging the axes that all arrays walk as one."""
     shape: list[int] = []
     strides: list[list[int]] = [[] for _ in arrays]
-    for axis, n in enumerate(arrays[0].shape):
+    last = arrays[-1]
+    for axis in sorted(range(last.ndim), key=lambda axis: -abs(last.strides[axis])):
+        n = last.shape[axis]
         if n == 1:
             continue
         steps = [x.strides[axis] // x.itemsize for x in arrays]
@@ -889,14 +886,10 @@ def prepare_merge(outs: Any, lses: Any, *, backend: Any) -> Prepared:
         _expect_shape(name, given[name], first.shape[:-1], context)
         if given[name].dtype != acc:
             raise TypeError(f"{name} has dtype {given[name].dtype}; it takes {acc}")
-    on_device = is_device_array(first)
-    prepared = Prepared(resolve_backend(backend, on_device))
-    if prepared.backend in DEVICE_BACKENDS and not on_device:
-        cupy = compiler.require_gpu(prepared.backend)
-        prepared.to_host = True
-        given = {name: cupy.asarray(x) for name, x in given.items()}
+    prepared = _place(given, backend)
     xp = array_module(given["outs[0]"])
-    out, lse = xp.empty(first.shape, DTYPES[dtype]), xp.empty(first.shape[:-1], acc)
+    with device_of(given.values()):
+        out, lse = xp.empty(first.shape, DTYPES[dtype]), xp.empty(first.shape[:-1], acc)
     prepared.outputs = [("out", out, None), ("lse", lse, None)]
     prepared.arrays = MergeArrays(
         [given[f"outs[{i}]"] for i in range(len(outs))],

@@ -20,6 +20,7 @@ from workbench.compile import Entry, Signature
 RANGE, MASK, BIAS, SOFTCAP = 1, 2, 4, 8  # bits of FEATURES, as in scores.cuh
 OPEN_WINDOW = 2**30  # scores.cuh: a window without an end
 
+AXES = ("batch", "head", "row", "col")
 SIZES = (
     "int64 batch, int64 heads_q, int64 heads_kv, int64 seqlen_q, int64 seqlen_k, "
     "int64 head_dim, int64 head_dim_v, ScoreParams score"
@@ -30,6 +31,13 @@ def _signature(arrays: str, strided: str) -> Signature:
     """Pointers, then the strides of those that have any, then the sizes and the score."""
     strides = "".join(f"Strides {name}_strides, " for name in strided.split())
     return Signature(f"{arrays}, {strides}{SIZES}")
+
+
+VECTOR_ADD = Signature("T* a, T* b, T* out, int64 size")
+VECTOR_ADD_VEC4 = Signature(
+    "T* a, T* b, T* out, int64 size, "
+    "Shape4 shape, Strides4 a_strides, Strides4 b_strides, Strides4 out_strides"
+)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -100,12 +108,27 @@ def attention_naive(problem: Problem, arch: str) -> Work:
 
 def vector_add_vec4(problem: VectorProblem, arch: str) -> Work:
     """16-byte accesses in a grid-stride loop."""
-    return Work(())
+    del arch  # the same on every GPU
+    threads, unroll = 256, 4
+    strided = not problem.contiguous
+    per_thread = 1 if strided else unroll * 16 // DTYPES[problem.dtype].itemsize
+    entry = Entry(
+        "vector_add_vec4",
+        "vector_add_vec4",
+        (("T", problem.dtype), ("STRIDED", int(strided)), ("UNROLL", unroll)),
+        VECTOR_ADD_VEC4,
+    )
+    # Enough blocks to fill any GPU many times over; the rest is what the grid strides for.
+    grid = min(cdiv(problem.size, threads * per_thread), 2**20)
+    return Work((Launch(entry, grid, threads),))
 
 
 def vector_add(problem: VectorProblem, arch: str) -> Work:
     """One thread, one element."""
-    return Work(())
+    del arch
+    threads = 256
+    entry = Entry("vector_add", "vector_add", (("T", problem.dtype),), VECTOR_ADD)
+    return Work((Launch(entry, cdiv(problem.size, threads), threads),))
 
 
 # ------------------------------------------------------------------------------- running a plan
@@ -114,13 +137,20 @@ def vector_add(problem: VectorProblem, arch: str) -> Work:
 def _argument_values(problem: Any) -> dict[str, Any]:
     """The value of every argument that is not an array's address, by dotted name."""
     values: dict[str, Any] = {}
+    if isinstance(problem, VectorProblem):
+        shaped = (
+            ("shape", problem.shape, 1),
+            *((f"{n}_strides", s, 0) for n, s in problem.strides),
+        )
+        for name, numbers, missing in shaped:
+            padded = (missing,) * (len(AXES) - len(numbers)) + numbers
+            values |= {f"{name}.{axis}": n for axis, n in zip(AXES, padded, strict=True)}
+        return values | {"size": problem.size}
     for name, strides in problem.strides:
-        axes = ("batch", "head", "row", "col")[: len(strides)]
+        axes = AXES[: len(strides)]
         prefix = f"score.{name}_strides" if name in ("mask", "bias") else f"{name}_strides"
         values |= {f"{prefix}.{axis}": s for axis, s in zip(axes, strides, strict=True)}
-    if isinstance(problem, VectorProblem):
-        return values | {"size": problem.size}
-    for axis in ("batch", "head", "row", "col"):
+    for axis in AXES:
         values.setdefault(f"score.mask_strides.{axis}", 0)
         values.setdefault(f"score.bias_strides.{axis}", 0)
     for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):

@@ -56,7 +56,6 @@ class Kernel:
     dtypes: tuple[str, ...] = ALL_DTYPES
     max_head_dim: int | None = None
     needs_contiguous: bool = False
-    max_axes: int = 4
 
     def why_not(self, problem: Any, arch: str) -> list[str]:
         """Sentences saying why this kernel cannot take `problem` on `arch`; none if it can."""
@@ -68,11 +67,6 @@ class Kernel:
         if self.op == "vector_add":
             if self.needs_contiguous and not problem.contiguous:
                 reasons.append("it takes contiguous arrays only")
-            if len(problem.shape) > self.max_axes:
-                reasons.append(
-                    f"it walks {self.max_axes} axes, these arrays have {len(problem.shape)} "
-                    "that cannot be merged"
-                )
         else:
             head_dim = max(problem.head_dim, problem.head_dim_v)
             if self.max_head_dim is not None and head_dim > self.max_head_dim:
