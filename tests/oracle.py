@@ -42,7 +42,7 @@ LENGTHS = (1, 15, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """Dtype of the accumulation, of lse and of a bias's gradient: float32, or float64's own."""
+    """Dtype of the accumulation and of lse: float32, or float64's own."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
@@ -290,16 +290,18 @@ class Answer:
 def answers(example: Example) -> dict[str, Answer]:
     """Answers named out and lse and, of an example with a dout, dq, dk, dv and dbias."""
     e, dtype, acc = example, example.dtype, accumulator(example.dtype)
-    want, sizes = _wants(e), _term_sizes(e)
+    want, sizes = wants(e), _term_sizes(e)
     plain = _scaled_plains(e, want) if dtype == np.float64 else plains(e)
-    dtypes = {"lse": acc, "dbias": acc}
+    dtypes = {"lse": acc}
+    if "dbias" in want:
+        dtypes["dbias"] = e.options["bias"].dtype
     return {
         name: Answer(want[name], plain[name], dtypes.get(name, dtype), name[0] == "d", sizes[name])
         for name in want
     }
 
 
-def _wants(e: Example) -> dict[str, np.ndarray]:
+def wants(e: Example) -> dict[str, np.ndarray]:
     """The answers of the reference, in float64."""
     keywords = e.keywords()
     results = dict(zip(("out", "lse"), reference.forward(e.q, e.k, e.v, **keywords), strict=True))
@@ -329,7 +331,7 @@ def _scaled_plains(e: Example, want: dict[str, np.ndarray]) -> dict[str, np.ndar
     """The plain formula's loss in float32, scaled: in float64 it is as exact as the reference."""
     ratio = roundoff(np.float64) / roundoff(np.float32)
     rough = e.astype(np.float32)
-    results, exact = plains(rough), _wants(rough)
+    results, exact = plains(rough), wants(rough)
     for name, x in results.items():
         finite = np.isfinite(x) & np.isfinite(exact[name])
         lost = np.subtract(x, exact[name], where=finite, out=np.zeros(x.shape))

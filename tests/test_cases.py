@@ -1,0 +1,226 @@
+"""The cases of `cases.py` over every backend, and on a GPU over every kernel in both languages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, run_case
+from oracle import DTYPES, Example, answers, as_numpy, hold, random_example, run
+
+import workbench
+
+HOSTS = ("reference", "cpu")
+KERNELS = [row for row in workbench.KERNELS if row.op == "attention"]
+
+
+def on_device(x: np.ndarray) -> Any:
+    """A CuPy array with the strides of `x`: its whole base goes to the GPU, and is viewed there."""
+    import cupy
+
+    base = x
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    assert base.flags.c_contiguous
+    offset = x.ctypes.data - base.ctypes.data
+    return cupy.ndarray(x.shape, x.dtype, cupy.asarray(base).data + offset, strides=x.strides)
+
+
+def as_it_is(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+# Keyword arguments of `oracle.run`, and the dtypes that go with them.
+Target = tuple[dict[str, Any], tuple[str, ...]]
+TARGETS = [pytest.param(({"backend": host}, tuple(DTYPES)), id=host) for host in HOSTS]
+TARGETS += [
+    pytest.param(
+        ({"backend": language, "kernel": row.name, "transfer": on_device}, row.dtypes),
+        id=f"{row.name}-{language}",
+        marks=pytest.mark.gpu,
+    )
+    for row in KERNELS
+    for language in row.languages
+]
+BACKENDS = [pytest.param(host, id=host) for host in HOSTS]
+BACKENDS += [pytest.param(x, id=x, marks=pytest.mark.gpu) for x in ("cuda", "numba")]
+
+
+def first_dtype(dtypes: tuple[str, ...]) -> str:
+    """float32, or what a kernel takes in its place."""
+    return "float32" if "float32" in dtypes else dtypes[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, target: Target) -> None:
+    how, dtypes = target
+    run_case(case, dtype=first_dtype(dtypes), dtypes=dtypes, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["D1", "D7", "E8", "E9", "E14"])
+@pytest.mark.parametrize("backend", ["cuda", "numba"])
+def test_case_with_numpy_arrays_on_the_gpu(case: str, backend: str) -> None:
+    run_case(case, backend=backend)
+
+
+# ------------------------------------------------------------------------------------------- D9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("language", ["cuda", "numba"])
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
+def test_d9_more_elements_than_31_bits_count(row: Any, language: str) -> None:
+    if language not in row.languages or "float16" not in row.dtypes:
+        pytest.skip(f"{row.name} takes {row.dtypes} in {row.languages}")
+    import cupy
+
+    seqlen_k, head_dim = 2**25 + 64, 64
+    needed = 2 * 2 * seqlen_k * head_dim + 4 * seqlen_k
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 1.2 * needed:
+        pytest.skip(f"{needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free")
+    q = cupy.zeros((1, 1, 1, head_dim), cupy.float16)
+    k = cupy.zeros((1, 1, seqlen_k, head_dim), cupy.float16)
+    v = cupy.zeros_like(k)
+    q[..., 0] = 8
+    k[..., -1, 0] = 200
+    v[..., -1, :] = 1
+    out, lse = workbench.attention(q, k, v, return_lse=True, backend=language, kernel=row.name)
+    # A score of 200 against 2^25 scores of 0: the others' weights are below 1e-79.
+    np.testing.assert_array_equal(out.get(), np.ones((1, 1, 1, head_dim), np.float16))
+    np.testing.assert_array_equal(lse.get(), np.full((1, 1, 1), 200, np.float32))
+
+
+# ------------------------------------------------------------------------------------------- E3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_e3_nothing_merges_to_nothing(dtype: str, backend: str) -> None:
+    how = {"backend": backend}
+    e = random_example(3, dtype=dtype, batch=2, seqlen_q=5)
+    x, a = (as_numpy(y) for y in workbench.attention(e.q, e.k, e.v, return_lse=True, **how))
+    a[0, 0, 0], x[0, 0, 0] = -np.inf, 0  # one row of it sees nothing either
+    x[1, 1, 1, 0] = -0.0
+    nothing = np.zeros_like(x), np.full_like(a, -np.inf)
+    for outs, lses, want in (
+        ([x, nothing[0]], [a, nothing[1]], (x, a)),
+        ([nothing[0], x], [nothing[1], a], (x, a)),
+        ([nothing[0], x, nothing[0]], [nothing[1], a, nothing[1]], (x, a)),
+        ([nothing[0], nothing[0]], [nothing[1], nothing[1]], nothing),
+    ):
+        out, lse = workbench.merge_attention(outs, lses, **how)
+        assert (out.shape, out.dtype, lse.dtype) == (x.shape, x.dtype, a.dtype)
+        assert out.tobytes() == want[0].tobytes()
+        assert lse.tobytes() == want[1].tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("edges", [(0, 20, 33), (0, 0, 1, 7, 33)])
+def test_e3_merged_parts_are_the_whole(edges: tuple[int, ...], dtype: str, backend: str) -> None:
+    e = random_example(3, dtype=dtype, batch=2, seqlen_q=9, seqlen_k=33, backward=False)
+    parts = [
+        workbench.attention(e.q, e.k[:, :, a:b], e.v[:, :, a:b], return_lse=True, backend=backend)
+        for a, b in itertools.pairwise(edges)
+    ]
+    out, lse = workbench.merge_attention(*zip(*parts, strict=True), backend=backend)
+    hold(e, {"out": out, "lse": lse})
+
+
+# ------------------------------------------------------------------------------------------ E12
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_e12_a_wrong_scale_is_seen(dtype: str, target: Target) -> None:
+    how, dtypes = target
+    if dtype not in dtypes:
+        pytest.skip(f"the kernel takes {dtypes}")
+    rng = np.random.default_rng(12)
+    q, k, v = (rng.random((1, 2, 65, 64)).astype(DTYPES[dtype]) for _ in range(3))
+    right, wrong = Example(q, k, v), Example(q, k, v, {"scale": 1 / 64})
+    hold(right, run(right, **how))
+    results = run(wrong, **how)
+    for name, answer in answers(right).items():
+        with pytest.raises(AssertionError, match="its error"):
+            answer.hold(results[name], name)
+
+
+# ------------------------------------------------------------------------------------------ E13
+
+
+def guarded(x: np.ndarray, guard: float) -> np.ndarray:
+    """A view that equals `x` inside an array of guard values: around it, and after each row."""
+    frame = np.full((*x.shape[:2], x.shape[2] + 4, x.shape[3] + 6), guard, x.dtype)
+    view = frame[:, :, 2:-2, 3:-3]
+    view[...] = x
+    return view
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [63, 64])
+@pytest.mark.parametrize("seqlen_q", [31, 33, 63])
+def test_e13_nothing_outside_the_arrays(seqlen_q: int, head_dim: int, target: Target) -> None:
+    how, dtypes = target
+    dtype = first_dtype(dtypes)
+    e = random_example(13, dtype=dtype, seqlen_q=seqlen_q, seqlen_k=33, head_dim=head_dim)
+    # Around the inputs is NaN, so that what is read there shows; around the outputs a number.
+    inputs = {name: guarded(getattr(e, name), np.nan) for name in ("q", "k", "v", "dout")}
+    hold(e, run(Example(**inputs), **how))
+
+    transfer: Callable[[np.ndarray], Any] = how.get("transfer", as_it_is)
+    frame = np.full((1, 2, seqlen_q + 4, head_dim + 6), 7, e.dtype)
+    lse_frame = np.full((5, 2, seqlen_q), 7, np.float32)
+    frame_there, lse_there = transfer(frame), transfer(lse_frame)
+    out, lse = frame_there[:, :, 2:-2, 3:-3], lse_there[2:3]
+    arrays = [transfer(inputs[name]) for name in ("q", "k", "v")]
+    options = {name: value for name, value in how.items() if name != "transfer"}
+    got = workbench.attention(*arrays, out=(out, lse), return_lse=True, **options)
+    assert got[0] is out
+    assert got[1] is lse
+    frame, lse_frame = as_numpy(frame_there), as_numpy(lse_there)
+    forward = Example(e.q, e.k, e.v)
+    hold(forward, {"out": frame[:, :, 2:-2, 3:-3].copy(), "lse": lse_frame[2:3].copy()})
+    frame[:, :, 2:-2, 3:-3] = lse_frame[2:3] = 7
+    assert (frame == 7).all()
+    assert (lse_frame == 7).all()
+
+
+# ------------------------------------------------------------------------------------------ E16
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_e16_threads(target: Target) -> None:
+    how, dtypes = target
+    examples = [
+        random_example(seed, dtype=first_dtype(dtypes), seqlen_q=n, causal=True, heads_q=3)
+        for seed, n in enumerate((65, 129, 65, 33))
+    ]
+    one_by_one = [run(e, **how) for e in examples]
+    for e, results in zip(examples, one_by_one, strict=True):
+        hold(e, results)
+
+    def work(e: Example) -> list[dict[str, Any]]:
+        if "transfer" not in how:
+            return [run(e, **how) for _ in range(5)]
+        import cupy
+
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            repeated = [run(e, **how) for _ in range(5)]
+            stream.synchronize()
+            return repeated
+
+    with ThreadPoolExecutor(len(examples)) as pool:
+        together = list(pool.map(work, examples))
+    for repeated, want in zip(together, one_by_one, strict=True):
+        for results in repeated:
+            for name, x in want.items():
+                np.testing.assert_array_equal(as_numpy(results[name]), as_numpy(x), err_msg=name)
