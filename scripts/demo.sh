@@ -11,5 +11,5 @@ else
 fi
 prepare_environment "$toolchain"
 
-say "workbench demo $*"
+say "workbench demo${*:+ $*}"
 exec "$python" -m workbench.cli demo "$@"

@@ -18,5 +18,5 @@ say "clang-format"
 say "mypy"
 "$python" -m mypy
 
-say "pytest $*"
+say "pytest${*:+ $*}"
 exec "$python" -m pytest --numprocesses 2 "$@"
