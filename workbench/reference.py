@@ -210,8 +210,7 @@ def _select_matmul(weights: Array, seen: Array, x: Array) -> Array:
     total: Array = weights @ np.where(finite, x, 0.0)
     rest = np.where(finite, 0.0, x)  # NaN and inf, and 0 elsewhere
     for j in np.flatnonzero(rest.any(axis=(0, 1, 3))):
-        joins = seen[..., j, None] & (rest[:, :, None, j] != 0.0)
-        total += np.where(joins, weights[..., j, None] * rest[:, :, None, j], 0.0)
+        total += np.where(seen[..., j, None], weights[..., j, None] * rest[:, :, None, j], 0.0)
     return total
 
 
