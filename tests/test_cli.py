@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,16 @@ def test_show_is_side_by_side_only_where_there_is_room(run) -> None:
     assert not beside(narrow)
     assert any("CUDA C++, line" in line for line in narrow)
     assert any("Numba, line" in line for line in narrow)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_show_loses_no_code(run, width: int) -> None:
+    _, out, _ = run("show", "attention_naive_fwd", width=width)
+    # Side by side, the lines of both files alternate: count the characters.
+    shown = Counter("".join(out.split()))
+    for language in ("cuda", "numba"):
+        shown.subtract("".join(show.read_source("attention_naive_fwd", language).split()))
+    assert min(shown.values()) >= 0
 
 
 def test_show_takes_a_name_without_its_direction(run) -> None:

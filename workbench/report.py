@@ -326,15 +326,12 @@ def steps(pairs: Iterable[Pair], console: Console) -> Iterator[RenderableType]:
 
 def _code_panel(title: str, language: str, piece: Piece | None) -> Panel:
     if piece is None:
-        body: RenderableType = Text("(not in this language)", style="dim")
+        body = Text("(not in this language)", style="dim")
     else:
-        body = Syntax(
-            piece.source,
-            "cuda" if language == "cuda" else "python",
-            theme="ansi_dark",
-            background_color="default",
-            word_wrap=True,
-        )
+        lexer = "cuda" if language == "cuda" else "python"
+        body = Syntax("", lexer, theme="ansi_dark").highlight(piece.source)
+        body.rstrip()
+        body.no_wrap, body.overflow = False, "fold"  # no code is cut off
     where = "" if piece is None else f", line {piece.line}"
     return Panel(
         body,
