@@ -1,0 +1,173 @@
+// Attention on CUDA cores, forward: tiles and an online softmax, in exact fp32 (or fp64)
+//
+//   out = softmax(score(q k^T)) v,   lse = log(sum(exp(score)))        score: scores.cuh
+//
+// Work split       a block owns BLOCK_M query rows of one head, a warp BLOCK_M / WARPS of them, and
+//                  walks over the keys in tiles of BLOCK_N. Tiles of all heads go first to last row
+//                  backwards: under a causal mask the longest walks start first.
+// Shared memory    q, k, v and p tiles. K is loaded while p v runs and V while q k^T runs, so one
+//                  buffer each is enough: Q + K + V + P tiles of Acc.
+// Registers        scores ROWS x KEYS and outputs ROWS x DIMS a thread, 8 x 8 at best: every
+//                  16-byte load from shared memory then feeds 16 multiply-adds.
+// Twin             numba_kernels/attention_flash_simt_fwd.py
+// Launched by      attention_flash_simt in workbench/launchers.py
+#include "common.cuh"
+#include "scores.cuh"
+#include "tiles.cuh"
+
+// VEC: elements that global memory is read by, 16 bytes' worth where addresses, strides and head
+// dims allow it, else 1. ASYNC: 1 where cp.async can load the tiles, which does not convert.
+template <typename T,
+          int BLOCK_M,
+          int BLOCK_N,
+          int HEAD_DIM,
+          int HEAD_DIM_V,
+          int FEATURES,
+          int VEC,
+          int ASYNC,
+          int THREADS>
+__global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
+    attention_flash_simt_fwd(const T* q,     // (batch, heads_q, seqlen_q, head_dim)
+                             const T* k,     // (batch, heads_kv, seqlen_k, head_dim)
+                             const T* v,     // (batch, heads_kv, seqlen_k, head_dim_v)
+                             T* out,         // (batch, heads_q, seqlen_q, head_dim_v)
+                             acc_t<T>* lse,  // (batch, heads_q, seqlen_q), contiguous
+                             Strides q_strides,
+                             Strides k_strides,
+                             Strides v_strides,
+                             Strides out_strides,
+                             int64 batch,
+                             int64 heads_q,
+                             int64 heads_kv,
+                             int64 seqlen_q,
+                             int64 seqlen_k,
+                             int64 head_dim,
+                             int64 head_dim_v,
+                             ScoreParams<acc_t<T>> score) {
+  using Acc = acc_t<T>;
+  constexpr int W = vec_length<Acc>();
+  constexpr int WARP_ROWS = BLOCK_M / (THREADS / 32);
+  // Threads of a warp that share its rows: few, so that a thread has 2W rows, but with W keys each.
+  constexpr int LANES_COLS = BLOCK_N / W < 64 * W / WARP_ROWS ? BLOCK_N / W : 64 * W / WARP_ROWS;
+  constexpr int LANES_ROWS = 32 / LANES_COLS;
+  constexpr int ROWS = WARP_ROWS / LANES_ROWS;
+  constexpr int KEYS = BLOCK_N / LANES_COLS;
+  constexpr int DIMS = HEAD_DIM_V / LANES_COLS;
+
+  extern __shared__ uint4 shared[];
+  Acc* q_smem = reinterpret_cast<Acc*>(shared);
+  Acc* k_smem = q_smem + tile_size<Acc, BLOCK_M, HEAD_DIM>();
+  Acc* v_smem = k_smem + tile_size<Acc, BLOCK_N, HEAD_DIM>();
+  Acc* p_smem = v_smem + tile_size<Acc, BLOCK_N, HEAD_DIM_V>();
+
+  // 1. Which rows are ours
+  int64 heads_total = batch * heads_q;
+  int64 batch_index = blockIdx.x % heads_total / heads_q;
+  int64 head = blockIdx.x % heads_q;
+  int64 head_kv = head / (heads_q / heads_kv);
+  int q_start = int(cdiv(seqlen_q, int64(BLOCK_M)) - 1 - blockIdx.x / heads_total) * BLOCK_M;
+  int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
+  int first_row = warp_id * WARP_ROWS + lane_row<LANES_ROWS>(lane_id) * group<Acc, ROWS>();
+  int first_col = lane_col<LANES_ROWS>(lane_id) * W;
+
+  q += batch_index * q_strides.batch + head * q_strides.head + q_start * q_strides.row;
+  k += batch_index * k_strides.batch + head_kv * k_strides.head;
+  v += batch_index * v_strides.batch + head_kv * v_strides.head;
+  out += batch_index * out_strides.batch + head * out_strides.head + q_start * out_strides.row;
+  lse += (batch_index * heads_q + head) * seqlen_q + q_start;
+
+  KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
+  int k_start = first_key<FEATURES>(band, q_start) / BLOCK_N * BLOCK_N;
+  int k_end = last_key<FEATURES>(band, q_start + BLOCK_M);
+
+  // 2. Load the Q tile
+  load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(q_smem, q, q_strides.row,
+                                                       band.q_length - q_start, int(head_dim));
+  load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
+      k_smem, k + k_start * k_strides.row, k_strides.row, k_end - k_start, int(head_dim));
+
+  // 3. Start the running softmax
+  Acc row_max[ROWS], row_sum[ROWS], acc[ROWS][DIMS] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    row_max[r] = -INF;
+    row_sum[r] = 0;  // of this thread's keys alone, until the end
+  }
+
+  // 4. Walk over the key/value tiles
+  const Acc* q_rows = q_smem + tile_offset<Acc, HEAD_DIM>(first_row, 0);
+  const Acc* k_rows = k_smem + tile_offset<Acc, HEAD_DIM>(first_col, 0);
+  Acc* p_rows = p_smem + tile_offset<Acc, BLOCK_N>(first_row, 0);
+  for (; k_start < k_end; k_start += BLOCK_N) {
+    // 4a. Load the K and V tiles
+    if (ASYNC) cp_async_wait_all();
+    __syncthreads();  // K is there, and V is free: every warp is past the last p v
+    load_tile<T, BLOCK_N, HEAD_DIM_V, VEC, ASYNC, THREADS>(
+        v_smem, v + k_start * v_strides.row, v_strides.row, k_end - k_start, int(head_dim_v));
+
+    // 4b. s = q k^T, masked
+    Acc s[ROWS][KEYS] = {};
+    multiply_nt<ROWS, KEYS, LANES_ROWS, HEAD_DIM>(s, q_rows, k_rows);
+    bool unmasked =
+        tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      int row = q_start + first_row + spread<Acc, ROWS, LANES_ROWS>(r);
+#pragma unroll
+      for (int c = 0; c < KEYS; ++c) {
+        int col = k_start + first_col + spread<Acc, KEYS, LANES_COLS>(c);
+        if (unmasked) {
+          s[r][c] = score_of<FEATURES>(score, s[r][c], batch_index, head, row, col);
+        } else {
+          bool seen = sees<FEATURES>(score, band, batch_index, head, row, col);
+          s[r][c] = seen ? score_of<FEATURES>(score, s[r][c], batch_index, head, row, col) : -INF;
+        }
+      }
+    }
+
+    // 4c. Rescale what we have to the new maximum
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      Acc new_max = row_max[r];
+#pragma unroll
+      for (int c = 0; c < KEYS; ++c) new_max = max(new_max, s[r][c]);
+      new_max = row_max_of<LANES_ROWS>(new_max);
+      Acc subtrahend = finite_or_zero(new_max);
+      Acc rescale = exp_of(row_max[r] - subtrahend);
+      row_max[r] = new_max;
+      row_sum[r] *= rescale;
+#pragma unroll
+      for (int c = 0; c < KEYS; ++c) {
+        s[r][c] = exp_of(s[r][c] - subtrahend);  // from here on p
+        row_sum[r] += s[r][c];
+      }
+#pragma unroll
+      for (int d = 0; d < DIMS; ++d) acc[r][d] *= rescale;
+      store_tile_row<KEYS, LANES_COLS>(
+          p_rows + tile_offset<Acc, BLOCK_N>(spread<Acc, ROWS, LANES_ROWS>(r), first_col), s[r]);
+    }
+
+    // 4d. acc += p v
+    if (ASYNC) cp_async_wait_all();
+    __syncthreads();  // V and p are there, and K is free
+    int next = k_start + BLOCK_N;
+    if (next < k_end) {
+      load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
+          k_smem, k + next * k_strides.row, k_strides.row, k_end - next, int(head_dim));
+    }
+    multiply_nn<ROWS, DIMS, LANES_ROWS, BLOCK_N, HEAD_DIM_V>(acc, p_rows, v_smem + first_col);
+  }
+  if (ASYNC) cp_async_wait_all();  // no block may end with copies on their way
+
+  // 5. Normalise and store
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    int row = first_row + spread<Acc, ROWS, LANES_ROWS>(r);
+    Acc sum = row_sum_of<LANES_ROWS>(row_sum[r]);
+    if (q_start + row >= seqlen_q) continue;
+    Acc inverse = sum == 0 ? Acc(0) : 1 / sum;  // a row that sees no key gives 0
+    store_row<DIMS, LANES_COLS, VEC>(out + row * out_strides.row, acc[r], inverse, first_col,
+                                     int(head_dim_v));
+    if (first_col == 0) lse[row] = row_max[r] + log(sum);
+  }
+}
