@@ -594,7 +594,8 @@ def _check_target(
 def _check_writable(name: str, x: Array, inputs: dict[str, Array]) -> None:
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True)):
+    repeats = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True))
+    if repeats and x.size:
         raise ValueError(f"{name} repeats its elements (stride 0), so it cannot be written to")
     for other, array in inputs.items():
         if _overlap(x, array):
