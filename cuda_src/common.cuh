@@ -47,6 +47,10 @@ struct Strides4 {
   int64 batch, head, row, col;
 };
 
+struct Shape4 {
+  int64 batch, head, row, col;
+};
+
 template <typename I>
 __host__ __device__ constexpr I cdiv(I a, I b) {
   return (a + b - 1) / b;

@@ -5,6 +5,8 @@ acc_t(T), float64 for float64 and else float32; to_acc(x) and from_acc(T, x) lea
 
 Pointers are ``types.CPointer(T)``, indexed as in C. A bare number in a kernel is an int64 or a
 float64, and int32 arithmetic gives an int64: where the narrow type matters, it is written out.
+``range`` is for counts known at compile time, which are unrolled; otherwise it costs a dozen
+instructions a turn, so such loops say ``while``.
 """
 
 import math
@@ -24,6 +26,8 @@ Strides = namedtuple("Strides", "batch head row")
 
 # The same with a free last axis, for masks and biases; 0 along every axis that is broadcast.
 Strides4 = namedtuple("Strides4", "batch head row col")
+
+Shape4 = namedtuple("Shape4", "batch head row col")
 
 _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
@@ -83,9 +87,44 @@ def is_null(_typing, pointer):
     return types.boolean(pointer), codegen
 
 
+@intrinsic
+def advance(_typing, pointer, _count):
+    """Where C++ writes pointer + count."""
+
+    def codegen(_context, builder, _signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), codegen
+
+
+@intrinsic
+def address_of(_typing, pointer):
+    def codegen(_context, builder, _signature, args):
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.uint64(pointer), codegen
+
+
+# C's a / b and a % b of numbers >= 0. Python's // and % round down and cost four times as much.
+@intrinsic
+def div(_typing, _a, _b):
+    def codegen(_context, builder, _signature, args):
+        return builder.udiv(*args)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def rem(_typing, _a, _b):
+    def codegen(_context, builder, _signature, args):
+        return builder.urem(*args)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 @cuda.jit(device=True, forceinline=True)
 def cdiv(a, b):
-    return (a + b - 1) // b
+    return div(a + b - 1, b)
 
 
 # exp(x) by the hardware's exp2, right to two units in the last place; below 2^-126 it is 0.

@@ -1,0 +1,38 @@
+// attention_delta: what every backward subtracts from dp, computed once.
+//
+//   delta[row] = rowsum(dout * out) - dlse[row]
+//
+// Work split:    a warp takes a row: its lanes read neighbouring elements, then add up by shuffles
+// Shared memory: none
+// Registers:     a handful
+// Twin:          numba_kernels/attention_delta.py
+// Launched by:   workbench/launchers.py, first of every backward
+#include "common.cuh"
+
+template <typename T>
+__global__ void attention_delta(const T* dout,         // (batch, heads_q, seqlen_q, head_dim_v)
+                                const T* out,          // (batch, heads_q, seqlen_q, head_dim_v)
+                                const acc_t<T>* dlse,  // (batch, heads_q, seqlen_q), or null
+                                acc_t<T>* delta,       // (batch, heads_q, seqlen_q)
+                                Strides dout_strides,
+                                Strides out_strides,
+                                int64 batch,
+                                int64 heads_q,
+                                int64 seqlen_q,
+                                int64 head_dim_v) {
+  using Acc = acc_t<T>;
+  int64 warp = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  int lane_id = threadIdx.x % 32;
+  if (warp >= batch * heads_q * seqlen_q) return;  // the whole warp
+  int64 row = warp % seqlen_q;
+  int64 head = warp / seqlen_q % heads_q;
+  int64 batch_index = warp / seqlen_q / heads_q;
+  dout += batch_index * dout_strides.batch + head * dout_strides.head + row * dout_strides.row;
+  out += batch_index * out_strides.batch + head * out_strides.head + row * out_strides.row;
+
+  // 1. delta = rowsum(dout * out)
+  Acc sum = 0;
+  for (int64 d = lane_id; d < head_dim_v; d += 32) sum += to_acc(dout[d]) * to_acc(out[d]);
+  sum = warp_sum(sum);
+  if (lane_id == 0) delta[warp] = dlse ? sum - dlse[warp] : sum;
+}
