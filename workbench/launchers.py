@@ -40,6 +40,22 @@ VECTOR_ADD_VEC4 = Signature(
 )
 
 
+FLASH_FWD = _signature("T* q, T* k, T* v, T* out, Acc* lse", "q k v out")
+WITH_SCORES_FWD = _signature("T* q, T* k, T* v, T* out, Acc* lse, Acc* scores", "q k v out")
+WITH_SCORES_DQ = _signature(
+    "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* p, Acc* ds, T* dq", "dout q k v dq"
+)
+WITH_SCORES_DKDV = _signature("T* dout, T* q, Acc* p, Acc* ds, T* dk, T* dv", "dout q dk dv")
+FLASH_SIMT_BWD = _signature(
+    "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dq, T* dk, T* dv",
+    "dout q k v dq dk dv",
+)
+ATTENTION_DELTA = Signature(
+    "T* dout, T* out, Acc* dlse, Acc* delta, Strides dout_strides, Strides out_strides, "
+    "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
+)
+
+
 def cdiv(a: int, b: int) -> int:
     """A / b, rounded up."""
     return -(-a // b)
@@ -91,19 +107,109 @@ def features(problem: Problem) -> int:
 # ------------------------------------------------------------------------------- one a kernel
 
 
+def _delta(problem: Problem) -> tuple[Launch, Workspace]:
+    """delta = rowsum(dout * out) - dlse, which every backward begins with: a warp takes a row."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    entry = Entry("attention_delta", "attention_delta", (("T", problem.dtype),), ATTENTION_DELTA)
+    shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+    return Launch(entry, cdiv(rows, 8), 256), Workspace("delta", shape, problem.acc_dtype)
+
+
+def _scores(problem: Problem, *names: str) -> tuple[Workspace, ...]:
+    """Workspaces of one number a query and key."""
+    shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    return tuple(Workspace(name, shape, problem.acc_dtype) for name in names)
+
+
+def _dbias(problem: Problem) -> tuple[Launch, ...]:
+    """The bias's gradient, if it was asked for: a block takes a tile of it."""
+    if not problem.return_dbias:
+        return ()
+    raise NotImplementedError
+
+
 def attention_flash_simt(problem: Problem, arch: str) -> Work:
-    """Tiles, online softmax and recompute on CUDA cores."""
-    return Work(())
+    """Tiles, online softmax and recompute on CUDA cores; fp32 tiles whatever the dtype."""
+    forward = problem.op == "attention"
+    dims = (_padded(problem.head_dim), _padded(problem.head_dim_v))
+    wide = max(dims)
+    block_m, block_n, threads = FLASH_SIMT_TILES[forward, problem.acc_dtype, wide]
+    itemsize = DTYPES[problem.dtype].itemsize
+    vec = 16 // itemsize
+    if problem.alignment < 16 or problem.head_dim % vec or problem.head_dim_v % vec:
+        vec = 1
+    # cp.async copies bytes, so it loads no dtype that has to be converted; sm_75 has none.
+    cp_async = int(problem.dtype == problem.acc_dtype and int(arch.removeprefix("sm_")) >= 80)
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", block_m), ("BLOCK_N", block_n),
+        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
+        ("VEC", vec), ("ASYNC", cp_async), ("THREADS", threads),
+    )  # fmt: skip
+    acc_bytes = DTYPES[problem.acc_dtype].itemsize
+
+    def tile(rows: int, cols: int) -> int:  # tiles.cuh, tile_size
+        width = 16 // acc_bytes
+        return cdiv(rows, width) * width * (cols + 1)
+
+    tiles_q = cdiv(problem.seqlen_q, block_m)
+    if forward:
+        entry = Entry("attention_flash_simt_fwd", "attention_flash_simt_fwd", constants, FLASH_FWD)
+        shared = tile(block_m, dims[0]) + tile(block_n, dims[0]) + tile(block_n, dims[1])
+        shared += tile(block_m, block_n)
+        grid = problem.batch * problem.heads_q * tiles_q
+        return Work((Launch(entry, grid, threads, acc_bytes * shared),))
+    entry = Entry("attention_flash_simt_bwd", "attention_flash_simt_bwd", constants, FLASH_SIMT_BWD)
+    shared = sum(tile(rows, cols) for rows in (block_m, block_n) for cols in dims)
+    shared += tile(block_m, block_n)
+    grid = problem.batch * problem.heads_kv * max(1, cdiv(problem.seqlen_k, block_n))
+    delta, delta_space = _delta(problem)
+    queries = problem.batch * problem.heads_q * tiles_q
+    return Work(
+        (delta, Launch(entry, grid, threads, acc_bytes * shared + 16), *_dbias(problem)),
+        (
+            delta_space,
+            Workspace("dq_acc", (queries, block_m, dims[0]), problem.acc_dtype),
+            Workspace("turns", (1 + queries,), "int32", zeroed=True),
+        ),
+    )
+
+
+# (forward, dtype of the tiles, padded head_dim) -> BLOCK_M, BLOCK_N, THREADS
+FLASH_SIMT_TILES = {
+    (True, "float32", 64): (128, 64, 256),
+}
+
+
+def _padded(head_dim: int) -> int:
+    """The head_dim that a tile has room for."""
+    return next(size for size in (64, 128, 256) if size >= head_dim)
+
+
+def attention_naive(problem: Problem, arch: str) -> Work:
+    """Global memory only: a warp takes a query row, in the last kernel a block a key row."""
+    del arch  # the same on every GPU
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    keys = problem.batch * problem.heads_kv * problem.seqlen_k
+    constants = (("T", problem.dtype), ("FEATURES", features(problem)))
+    if problem.op == "attention":
+        entry = Entry("attention_naive_fwd", "attention_naive_fwd", constants, WITH_SCORES_FWD)
+        return Work((Launch(entry, cdiv(rows, 4), 128),), _scores(problem, "scores"))
+    stem = "attention_naive_bwd"
+    delta, delta_space = _delta(problem)
+    return Work(
+        (
+            delta,
+            Launch(Entry(stem, f"{stem}_dq", constants, WITH_SCORES_DQ), cdiv(rows, 4), 128),
+            Launch(Entry(stem, f"{stem}_dkdv", constants, WITH_SCORES_DKDV), keys, 64),
+            *_dbias(problem),
+        ),
+        (delta_space, *_scores(problem, "p", "ds")),
+    )
 
 
 def attention_tiled(problem: Problem, arch: str) -> Work:
     """Shared-memory tiles; the scores in device memory."""
-    return Work(())
-
-
-def attention_naive(problem: Problem, arch: str) -> Work:
-    """Global memory only."""
-    return Work(())
+    return attention_naive(problem, arch)
 
 
 def vector_add_vec4(problem: VectorProblem, arch: str) -> Work:
