@@ -18,6 +18,7 @@ import os
 import struct
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -375,10 +376,24 @@ def _compile_numba(entry: Entry, arch: str) -> tuple[bytes, str]:
     except ToolchainError:
         raise
     except Exception as error:
+        path = source_path("numba", entry.stem)
+        place, *callers = _numba_places(error, path.parent) or [str(path)]
         raise CompileError(
             f"{entry.describe()} does not compile for {arch}:\n"
-            f"{source_path('numba', entry.stem)}: {type(error).__name__}: {error}"
+            + "".join(f"called from {caller}\n" for caller in callers[::-1])
+            + f"{place}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _numba_places(error: Exception, folder: Path) -> list[str]:
+    """The lines of our files that Numba was typing, innermost first: its message may not say."""
+    places: dict[str, None] = {}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for name in ("inst", "self"):
+            location = getattr(frame.f_locals.get(name), "loc", None)
+            if location is not None and Path(location.filename).parent == folder:
+                places[f"{location.filename}({location.line})"] = None
+    return list(places)
 
 
 @contextmanager
