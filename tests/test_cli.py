@@ -95,7 +95,7 @@ def test_compare_says_what_did_not_run(run, monkeypatch: pytest.MonkeyPatch) -> 
     code, out, _ = run("compare", "vector_add", "--size", "1000")
     assert code == 0
     assert "did not run: the GPU is on holiday" in out
-    assert "vector_add_vec4 (cuda, numba)" in out
+    assert "vector_add_vec4, vector_add (cuda, numba)" in out
 
 
 def test_compare_draws_a_plot(run, tmp_path: Path) -> None:

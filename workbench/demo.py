@@ -122,5 +122,5 @@ def _vision_transformer(picture: Image.Image, step: Callable[[str], None]) -> Re
         (backend, seconds[backend], float(np.abs(x - wanted).max() / np.abs(wanted).max()))
         for backend, x in features.items()
     ]
-    title = f"Vision transformer {MODEL}, random weights (seed 0): an answer without meaning"
+    title = f"Vision transformer {MODEL}, seeded random weights: trained on nothing"
     return report.model_table(title, rows)

@@ -168,7 +168,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
             for name, rate in comparison.ceilings.items()
         )
         parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
-    if comparison.checked < 1:
+    if ran and comparison.checked < 1:
         heads = f"{100 * comparison.checked:.2g} % of the heads"
         parts.append(Text(f"error checked on {heads}", style="dim"))
     stopped = [row for row in comparison.rows if row.reason is not None]
@@ -186,23 +186,27 @@ def _display_unit(comparison: Comparison) -> tuple[str, float]:
 
 
 def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
-    numbers = ["error", "time", unit, "share"]
+    columns = ["backend", "error", "time", unit, "share"]
+    some_kernel = any(row.kernel for row in rows)
+    if some_kernel:
+        columns = ["kernel", *columns]
     on_gpu = any(row.registers is not None for row in rows)
     if on_gpu:
-        numbers += ["regs", "stack", "smem"]
-    table = plain_table("kernel", "backend", *numbers, right=numbers)
+        columns += ["regs", "stack", "smem"]
+    table = plain_table(*columns, right=columns[1 + some_kernel :])
     for column in table.columns:
         column.no_wrap = True
     fastest = max((row.rate or 0.0 for row in rows), default=0.0)
     for row in rows:
         cells = [
-            row.kernel or NONE,
             row.backend,
             NONE if row.error is None else f"{row.error:.1e}",
             NONE if row.seconds is None else format_seconds(row.seconds),
             NONE if row.rate is None else three_digits(factor * row.rate),
             NONE if row.share is None else f"{100 * row.share:.0f} %",
         ]
+        if some_kernel:
+            cells = [row.kernel or NONE, *cells]
         if on_gpu:
             shared = row.shared_bytes
             cells += [
@@ -217,16 +221,16 @@ def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
 def _reasons(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """Say each reason once, with everything that it stopped."""
     for reason in dict.fromkeys(row.reason for row in rows):
-        backends: dict[str | None, list[str]] = {}
+        backends: dict[str, list[str]] = {}
         for row in rows:
             if row.reason == reason:
-                backends.setdefault(row.kernel, []).append(row.backend)
-        stopped = (
-            ", ".join(names) if kernel is None else f"{kernel} ({', '.join(names)})"
-            for kernel, names in backends.items()
-        )
+                backends.setdefault(row.kernel or row.backend, []).append(row.backend)
+        kernels: dict[str, list[str]] = {}
+        for name, found in backends.items():
+            kernels.setdefault("" if found == [name] else f" ({', '.join(found)})", []).append(name)
+        stopped = "; ".join(", ".join(names) + where for where, names in kernels.items())
         yield Text(f"did not run: {reason}", style="yellow")
-        yield Padding(Text(", ".join(stopped)), (0, 0, 0, 2))
+        yield Padding(Text(stopped), (0, 0, 0, 2))
 
 
 def comparison_json(comparison: Comparison) -> str:
@@ -261,30 +265,32 @@ def save_plot(comparison: Comparison, path: Path) -> None:
     rows = [row for row in comparison.rows if row.rate is not None]
     if not rows:
         raise UserError("there is nothing to plot: no row ran")
+    unit, factor = _display_unit(comparison)
     figure = Figure(figsize=(9, 1.3 + 0.42 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colors = {"cuda": "#76b900", "numba": "#2f7fd1", "cpu": "#8c6bb1", "reference": "#999999"}
     for y, row in enumerate(rows):
         assert row.rate is not None
-        axes.barh(y, row.rate, color=colors.get(row.backend, "#999999"), height=0.7)
+        axes.barh(y, factor * row.rate, color=colors.get(row.backend, "#999999"), height=0.7)
         share = "" if row.share is None else f"  {100 * row.share:.0f} %"
         axes.annotate(
-            f"{three_digits(row.rate)}{share}",
-            (row.rate, y),
+            f"{three_digits(factor * row.rate)}{share}",
+            (factor * row.rate, y),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     labels = [f"{row.kernel} ({row.backend})" if row.kernel else row.backend for row in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
     for ceiling in sorted({row.ceiling for row in rows if row.ceiling}):
-        axes.axvline(ceiling, color="#555555", linestyle="--", linewidth=1)
+        axes.axvline(factor * ceiling, color="#555555", linestyle="--", linewidth=1)
     axes.margins(x=0.18)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"{comparison.workload.unit} (dashed: measured ceiling)")
+    axes.set_xlabel(f"{unit} (dashed: measured ceiling)")
     axes.set_title(comparison.workload.title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     try:
