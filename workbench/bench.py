@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench import compile as compiler
 from workbench import reference
 from workbench.checks import DTYPES
+
+if TYPE_CHECKING:
+    from workbench.table import Kernel
 
 Array = Any
 
@@ -656,22 +659,26 @@ def cpu_name() -> str:
     return f"{name}, {cores} core{'s' if cores > 1 else ''}"
 
 
-def what_runs(row: Any) -> tuple[list[str], list[str]]:
-    """Say in which languages a row of `KERNELS` runs here, and why not in the others.
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """In which languages a kernel compiles here, whether it runs, and what is missing for more."""
 
-    Returns
-    -------
-    languages, reasons : list of str
-    """
-    missing = compiler.gpu_missing()
-    if missing is not None:
-        return [], [missing]
-    languages, reasons = [], []
+    compiles: list[str]
+    runs: bool
+    reasons: list[str]
+
+
+def availability(row: Kernel) -> Availability:
+    """Find out what of a row of `KERNELS` works on this machine."""
+    compiles, reasons = [], []
     for language in row.languages:
         try:
             compiler.compiler_version(language)
         except compiler.ToolchainError as error:
             reasons.append(str(error))
         else:
-            languages.append(language)
-    return languages, reasons
+            compiles.append(language)
+    missing = compiler.gpu_missing()
+    if missing is not None:
+        reasons.append(missing)
+    return Availability(compiles, missing is None, reasons)

@@ -104,10 +104,10 @@ def demo(
 def list_kernels() -> None:
     """List the kernels: what they take, and whether they run here."""
     from workbench import KERNELS
-    from workbench.bench import what_runs
+    from workbench.bench import availability
 
     console = report.make_console()
-    report.emit(console, report.kernels_table(KERNELS, [what_runs(row) for row in KERNELS]))
+    report.emit(console, report.kernels_table(KERNELS, [availability(row) for row in KERNELS]))
 
 
 @app.command()

@@ -19,7 +19,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from workbench.bench import Comparison, Row
+from workbench.bench import Availability, Comparison, Row
 from workbench.checks import DTYPES
 from workbench.doctor import Finding, Machine, Verdict, facts_of
 from workbench.show import Pair, Piece
@@ -125,30 +125,32 @@ def three_digits(x: float) -> str:
 
 
 def kernels_table(
-    kernels: Sequence[Kernel], runs: Sequence[tuple[list[str], list[str]]]
+    kernels: Sequence[Kernel], availabilities: Sequence[Availability]
 ) -> RenderableType:
-    """Lay out the rows of `KERNELS`, with (languages, reasons) of what runs here."""
-    table = plain_table("kernel", "takes", "runs here")
+    """Lay out the rows of `KERNELS`, with what works of each on this machine."""
+    table = plain_table("kernel", "takes", "here")
     table.columns[0].no_wrap = True
-    reasons: list[str] = []
-    for kernel, (languages, why_not) in zip(kernels, runs, strict=True):
+    for kernel, available in zip(kernels, availabilities, strict=True):
         every = len(kernel.dtypes) == len(DTYPES)
         takes = [kernel.op, "every dtype" if every else ", ".join(kernel.dtypes)]
         if kernel.max_head_dim is not None:
             takes.append(f"head_dim up to {kernel.max_head_dim}")
-        written = " and ".join(LANGUAGE_NAMES[language] for language in kernel.languages)
-        here = " and ".join(LANGUAGE_NAMES[language] for language in languages)
-        table.add_row(
-            Text(kernel.name, style="bold"),
-            "; ".join(takes),
-            Text(here or "no", style="" if here else "yellow"),
-        )
-        table.add_row("", Text(f"{kernel.summary} ({written})", style="dim"), "")
-        reasons += [reason for reason in why_not if reason not in reasons]
+        if not available.compiles:
+            here = Text("no", style="yellow")
+        elif available.runs:
+            here = Text("runs", style="green")
+        else:
+            here = Text("compiles")
+        table.add_row(Text(kernel.name, style="bold"), "; ".join(takes), here)
+        names = [LANGUAGE_NAMES[language] for language in kernel.languages]
+        works = [LANGUAGE_NAMES[language] for language in available.compiles]
+        only = f"only in {works[0]}" if works and works != names else ""
+        table.add_row("", Text(f"{kernel.summary} ({', '.join(names)})", style="dim"), only)
+    reasons = dict.fromkeys(reason for found in availabilities for reason in found.reasons)
     parts: list[RenderableType] = [table]
-    parts += [Text(), *(Text(f"why not: {reason}", style="yellow") for reason in reasons)]
     if reasons:
-        parts.append(Text("the backends cpu and reference run everything on the host"))
+        parts += [Text(), *(Text(f"why not more: {reason}", style="yellow") for reason in reasons)]
+        parts.append(Text("The backends cpu and reference run everything on the host."))
     return Group(*parts)
 
 
