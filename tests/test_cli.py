@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -233,3 +234,33 @@ def test_the_command_runs_as_a_module() -> None:
     )  # fmt: skip
     assert done.stdout.startswith("kernel-workbench ")
     assert not done.stderr
+
+
+# ---------------------------------------------------------------------------------------- list
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compilers", "here"),
+    [
+        (None, {"cuda", "numba"}, "runs"),
+        ("no GPU found", {"cuda", "numba"}, "compiles"),
+        ("no GPU found", set(), "no"),
+        (None, {"cuda"}, "only in CUDA C++"),
+    ],
+)
+def test_list_tells_what_runs_from_what_compiles(
+    run, monkeypatch: pytest.MonkeyPatch, gpu: str | None, compilers: set[str], here: str
+) -> None:
+    from workbench import compile as compiler
+
+    def version(language: str) -> str:
+        if language not in compilers:
+            raise compiler.ToolchainError(f"the {language} compiler is missing")
+        return "1.0"
+
+    monkeypatch.setattr(compiler, "gpu_missing", lambda: gpu)
+    monkeypatch.setattr(compiler, "compiler_version", version)
+    _, out, _ = run("list")
+    assert len(re.findall(rf"\s{re.escape(here)}$", out, flags=re.MULTILINE)) == len(KERNELS)
+    assert (f"why not more: {gpu}" in out) == (gpu is not None)
+    assert ("the numba compiler is missing" in out) == ("numba" not in compilers)
