@@ -584,6 +584,11 @@ def _check_target(
         raise TypeError(
             f"{name} must be a NumPy or CuPy array as {first} is; got a {type(x).__name__}"
         )
+    if is_device_array(x) and x.data.device_id != given[first].data.device_id:
+        raise ValueError(
+            f"all arrays must be on one GPU: {first} is on GPU {given[first].data.device_id}, "
+            f"{name} is on GPU {x.data.device_id}"
+        )
     _expect_shape(name, x, shape, _shapes(given, tuple(given)))
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it takes {dtype}")

@@ -123,6 +123,7 @@ def host(backend: str) -> ModuleType:
 
 def _plan(prepared: Prepared, kernel: str | None) -> launchers.Plan:
     problem, language = prepared.problem, prepared.backend
+    table.check_name(problem.op, kernel)
     device = prepared.device
     key = (problem, language, kernel, device)
     plan = _plans.get(key)

@@ -70,8 +70,8 @@ class Explanation:
     workspace_bytes: int = 0
 
     def __str__(self) -> str:
-        where = f" on {self.arch}" if self.arch else ""
-        lines = [f"backend {self.backend}{where}: {self.kernel or 'no kernel'}"]
+        on_gpu = f" on {self.arch}: {self.kernel or 'no kernel takes this'}" if self.arch else ""
+        lines = [f"backend {self.backend}{on_gpu}"]
         for launch in self.launches:
             constants = ", ".join(f"{k}={v}" for k, v in launch.constants.items())
             lines.append(f"  {launch.name}<{constants}>")

@@ -6,12 +6,13 @@ are generated from `KERNELS`. There is no other heuristic: the first row without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from workbench import launchers
-from workbench.launchers import Work
+from workbench.checks import Problem, VectorProblem
+from workbench.launchers import Launch, Work
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Rows and columns are 32-bit inside a kernel, with room to add a window to them.
@@ -119,16 +120,22 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
+def check_name(op: str, kernel: Any) -> None:
+    """Raise unless `kernel` is None or the name of a row that computes `op`."""
+    names = [row.name for row in KERNELS if row.op == op.removesuffix("_backward")]
+    if kernel is not None and kernel not in names:
+        raise ValueError(f"kernel is {kernel!r}; it takes {', '.join(map(repr, names))} or None")
+
+
 def objections(
     problem: Any, language: str, arch: str, kernel: str | None = None
 ) -> dict[str, list[str]]:
     """Reasons of every kernel of the problem's operation, by name; an empty list is a yes."""
-    rows = [row for row in KERNELS if row.op == problem.op.removesuffix("_backward")]
-    names = [row.name for row in rows]
-    if kernel is not None and kernel not in names:
-        raise ValueError(f"kernel is {kernel!r}; it takes {', '.join(map(repr, names))} or None")
+    check_name(problem.op, kernel)
     reasons = {}
-    for row in rows:
+    for row in KERNELS:
+        if row.op != problem.op.removesuffix("_backward"):
+            continue
         if kernel is not None and row.name != kernel:
             continue
         reasons[row.name] = row.why_not(problem, arch)
@@ -153,3 +160,57 @@ def select(problem: Any, language: str, arch: str, kernel: str | None = None) ->
             return row
     listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
     raise NoKernelError(f"no {language} kernel takes this problem:\n{listed}\n  for {problem}")
+
+
+# ------------------------------------------------------------------ what the tests compile
+
+# Options that set each bit of FEATURES.
+_RANGE = {"window_right": 0}
+_EACH = (_RANGE, {"has_mask": True}, {"has_bias": True}, {"softcap": 30.0})
+_EVERYTHING: dict[str, Any] = {name: value for option in _EACH for name, value in option.items()}
+
+
+def _attention_problems() -> Iterator[Problem]:
+    def problems(dtype: str, head_dim: int, **options: Any) -> Iterator[Problem]:
+        for op in ("attention", "attention_backward"):
+            dbias = op == "attention_backward" and options.get("has_bias", False)
+            yield Problem(
+                op, dtype, 2, 4, 2, 200, 300, head_dim, head_dim, head_dim**-0.5,
+                return_dbias=dbias, **options,
+            )  # fmt: skip
+
+    for dtype in ALL_DTYPES:
+        for head_dim in (64, 128, 256):
+            yield from problems(dtype, head_dim)
+            yield from problems(dtype, head_dim, **_RANGE)
+            yield from problems(dtype, head_dim, **_EVERYTHING)
+        yield from problems(dtype, 40, **_EVERYTHING, alignment=2)
+    for option in _EACH[1:]:
+        yield from problems("float32", 64, **option)
+
+
+def _vector_problems() -> Iterator[VectorProblem]:
+    for dtype in ALL_DTYPES:
+        for stride in (1, 2):
+            strides = tuple((name, (stride,)) for name in ("a", "b", "out"))
+            yield VectorProblem("vector_add", dtype, (1000,), strides)
+
+
+# Problems that together reach every template parameter of every kernel; the full product would
+# take hours to compile. Which of them a kernel takes depends on the GPU.
+INSTANCES: tuple[Problem | VectorProblem, ...] = (*_attention_problems(), *_vector_problems())
+
+
+def compile_units(arch: str) -> dict[str, list[Launch]]:
+    """What `INSTANCES` makes each kernel launch on `arch`: every compiled kernel once."""
+    units: dict[str, list[Launch]] = {}
+    seen = set()
+    for row in KERNELS:
+        for problem in INSTANCES:
+            if row.why_not(problem, arch):
+                continue
+            for launch in row.work(problem, arch).launches:
+                if launch.entry not in seen:
+                    seen.add(launch.entry)
+                    units.setdefault(row.name, []).append(launch)
+    return units
