@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
 
-from workbench.compile import gpu_missing
+
+def one_blas_thread() -> None:
+    """Load NumPy's and SciPy's BLAS with one thread, and leave subprocesses their own choice.
+
+    The workers of pytest-xdist are as many as the cores; with a pool of BLAS threads in each, the
+    threads spin for each other and everything takes two and a half times as long.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENBLAS_NUM_THREADS", "1")
+        importlib.import_module("numpy")
+        importlib.import_module("scipy.linalg")
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    one_blas_thread()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from workbench.compile import gpu_missing
+
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = gpu_missing() if on_gpu else None
     if reason is None:
