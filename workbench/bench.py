@@ -301,7 +301,7 @@ def ceiling_gpu(op: str, dtype: str) -> float:
     n = 8192 if dtype in ("float16", "bfloat16") else 4096
     # Random data: a GPU clocks higher on zeros, and no kernel is timed on those.
     strip = np.random.default_rng(0).standard_normal((512, n), dtype=np.float32)
-    a = cupy.tile(cupy.asarray(strip), (n // 512, 1)).astype(DTYPES[dtype])
+    a = cupy.asarray(np.tile(strip.astype(DTYPES[dtype]), (n // 512, 1)))
     out = cupy.empty_like(a)
     multiply = _gemm_bfloat16 if dtype == "bfloat16" else cupy.matmul
     return 2e-12 * n**3 / time_gpu(lambda: multiply(a, a, out=out)).minimum
