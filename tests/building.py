@@ -6,10 +6,13 @@ import functools
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workbench import compile as compiler
+from workbench import table
+from workbench.launchers import Launch
 
 
 @functools.cache
@@ -59,3 +62,50 @@ def redirect(monkeypatch: pytest.MonkeyPatch, language: str, folder: Path) -> No
         return folder / path.name if wanted == language else path
 
     monkeypatch.setattr(compiler, "source_path", source_path)
+
+
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_120")
+REGISTERS = 65536  # of a multiprocessor, on all of these
+
+
+def gate(language: str, launch: Launch, arch: str) -> None:
+    """Compile a kernel and hold what it takes of a multiprocessor to what there is."""
+    binary = compiler.build(language, launch.entry, arch)
+    what = f"{launch.entry.describe()} in {language} for {arch}"
+    assert binary.stack_bytes == 0, f"{what} spills, or has {binary.stack_bytes} bytes of stack"
+    # A warp gets its registers by eights of each thread.
+    warps = -(-launch.block // 32)
+    taken = -(-binary.registers // 8) * 8 * 32 * warps
+    assert 0 < taken <= REGISTERS, f"{what}: a block takes {taken} registers"
+    shared = binary.static_shared_bytes + launch.shared_memory
+    assert shared <= table.shared_limit(arch) + 1024, f"{what}: {shared} bytes of shared memory"
+
+
+def units(language: str, arch: str, thin: bool) -> list[Launch]:
+    """What to compile of a language for one GPU: all instances, or the largest of each kernel."""
+    chosen = []
+    for name, launches in table.compile_units(arch).items():
+        row = next(row for row in table.KERNELS if row.name == name)
+        if language not in row.languages:
+            continue
+        chosen += [launch for launch in launches if not thin or _stands_for_others(launch)]
+    return chosen
+
+
+def _stands_for_others(launch: Launch) -> bool:
+    """Whether an instance is likely to take as much as any of its kernel, in the main dtypes."""
+    constants = dict(launch.entry.constants)
+    return (
+        constants["T"] in ("float32", "bfloat16")
+        and constants.get("FEATURES", 15) == 15
+        and constants.get("HEAD_DIM", 128) == 128
+    )
+
+
+def parameters(language: str) -> list[Any]:
+    """The arguments of `gate` as a test takes them: everything for sm_90, less for the others."""
+    return [
+        pytest.param(launch, arch, id=f"{arch}-{launch.entry.describe()}")
+        for arch in ARCHS
+        for launch in units(language, arch, thin=arch != "sm_90")
+    ]

@@ -1,0 +1,149 @@
+"""The CUDA C++ sources: their form, and every instance compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from building import gate, needs, parameters
+from sources import cuda_entries, folder, header, helpers, read, stems
+
+from workbench.launchers import Launch
+
+STEMS = stems("cuda")
+FILES = sorted([*folder("cuda").glob("*.cu"), *folder("cuda").glob("*.cuh")])
+LONGEST = 330  # lines: a file is read in one sitting
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+every_kernel = pytest.mark.parametrize("stem", STEMS)
+
+
+@needs("cuda")
+@pytest.mark.parametrize(("launch", "arch"), parameters("cuda"))
+def test_compiles_within_limits(launch: Launch, arch: str) -> None:
+    gate("cuda", launch, arch)
+
+
+# ---------------------------------------------------------------------------------------- form
+
+
+@every_file
+def test_lines(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    assert text.endswith("\n")
+    assert "\t" not in text
+    for number, line in enumerate(text.splitlines(), 1):
+        assert len(line) <= 100, f"{path.name}:{number}"
+        assert line == line.rstrip(), f"{path.name}:{number}"
+    assert len(text.splitlines()) <= LONGEST
+
+
+@every_file
+def test_nothing_that_does_not_belong(path: Path) -> None:
+    text = path.read_text()
+    for word in ("printf", "assert(", "TODO", "FIXME", "XXX", "cstdint", "iostream", "#if 0"):
+        assert word not in text, word
+    for word in ("torch", "cutlass", "thrust::", "cub::", "cooperative_groups"):
+        assert word not in text.lower(), word
+
+
+def is_code(comment: str) -> bool:
+    """Whether a comment looks like a statement that was switched off."""
+    return bool(re.search(r"[;{}]\s*$", comment)) and not re.search(r"[a-z] [a-z]+;$", comment)
+
+
+@every_file
+def test_no_code_in_comments(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        comment = re.match(r"\s*// ?(.*)", line)
+        if comment:
+            assert not is_code(comment[1]), f"{path.name}:{number}: {line.strip()}"
+
+
+@every_file
+def test_includes(path: Path) -> None:
+    included = re.findall(r"^#include (.+)$", path.read_text(), re.MULTILINE)
+    headers = {f'"{p.name}"' for p in helpers("cuda")}
+    system = {"<cuda_fp16.h>", "<cuda_bf16.h>"}
+    for name in included:
+        assert name in headers | (system if path.name == "common.cuh" else set()), name
+    assert len([name for name in included if "ptx_" in name]) <= 1
+    assert (path.suffix == ".cu") or "#pragma once" in path.read_text()
+
+
+HEADER = ("Work split", "Shared memory", "Registers", "Twin", "Launched by")
+
+
+@every_kernel
+def test_headers_say_all_that_they_should(stem: str) -> None:
+    lines = header("cuda", stem)
+    assert len(lines[0]) > 20, "a title"
+    formula = "\n".join(lines)
+    assert re.search(r"\n {2}\S.* = ", formula), "a formula"
+    places = []
+    for words in HEADER:
+        found = [i for i, line in enumerate(lines) if line.startswith(words)]
+        assert len(found) == 1, f"{words} is there {len(found)} times"
+        places += found
+    assert places == sorted(places)
+    assert f"numba_kernels/{stem}.py" in lines[places[3]]
+    assert "workbench/launchers.py" in lines[places[4]]
+
+
+@every_kernel
+def test_about_a_fifth_to_a_third_is_comment(stem: str) -> None:
+    """Lines that are a comment or end in one; a short file may explain more than it does."""
+    lines = [line for line in read("cuda", stem).splitlines() if line.strip()]
+    share = sum("//" in line for line in lines) / len(lines)
+    assert share >= 0.18, f"{share:.0%}"
+    assert share <= 0.45 or len(lines) < 50, f"{share:.0%}"
+
+
+@every_kernel
+def test_parameters_stand_one_a_line(stem: str) -> None:
+    text = re.sub(r"//[^\n]*", "", read("cuda", stem))
+    for entry in cuda_entries(stem):
+        start = text.index(f" {entry.name}(")
+        lines = text[start : text.index("{", start)].strip().splitlines()
+        assert sum(not line.endswith("(") for line in lines) == len(entry.parameters)
+
+
+def test_the_reader_of_comments_knows_code() -> None:
+    assert is_code("x = 3;")
+    assert is_code("for (int i = 0; i < 3; ++i) {")
+    assert not is_code("K is there, and V is free: every warp is past the last p v")
+    assert not is_code("first of every backward;")
+
+
+# ------------------------------------------------------------------------ as a user compiles it
+
+RANGE = 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stem", STEMS)
+def test_compiles_from_a_users_script(stem: str) -> None:
+    """Through cupy.RawModule alone: no part of the workbench, but its files."""
+    import cupy
+
+    from workbench import compile as compiler
+    from workbench import table
+
+    arch = f"sm_{cupy.cuda.Device().compute_capability}"
+    for name in [entry.name for entry in cuda_entries(stem)]:
+        launch = next(
+            launch
+            for launches in table.compile_units(arch).values()
+            for launch in launches
+            if launch.entry.name == name
+        )
+        values = [compiler.CUDA_TYPES.get(str(v), str(v)) for _, v in launch.entry.constants]
+        expression = f"{name}<{', '.join(values)}>"
+        module = cupy.RawModule(
+            code=read("cuda", stem),
+            options=(f"-I{folder('cuda')}", "-std=c++17"),
+            name_expressions=[expression],
+        )
+        assert module.get_function(expression).num_regs > 0

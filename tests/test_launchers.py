@@ -1,0 +1,250 @@
+"""Launchers: from a problem to grids, shared memory, workspaces and arguments."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from building import ARCHS
+from sources import folder, read
+
+from workbench import KERNELS, checks, launchers, table
+from workbench.checks import Arrays, Problem, VectorProblem
+
+ATTENTION = [row for row in KERNELS if row.op == "attention"]
+ROWS = pytest.mark.parametrize("row", ATTENTION, ids=lambda row: row.name)
+OPS = pytest.mark.parametrize("op", ["attention", "attention_backward"])
+
+EVERYTHING = {
+    "mask": np.ones((5, 1), bool),
+    "bias": np.zeros((4, 5, 7), np.float32),
+    "q_lengths": np.array([5, 2], np.int32),
+    "kv_lengths": np.array([7, 3], np.int32),
+}
+
+
+def prepared(op: str, everything: bool) -> checks.Prepared:
+    """A checked call on host arrays, with the strides that a GPU kernel would be told."""
+
+    def array(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
+
+    named = {"q": array(2, 4, 5, 8), "k": array(2, 2, 7, 8), "v": array(2, 2, 7, 6)}
+    options: dict[str, Any] = {
+        "causal": everything, "window": (3, None) if everything else None, "scale": 0.25,
+        "softcap": 2.0 if everything else 0.0, "layout": "bhnd", "backend": "reference",
+    }  # fmt: skip
+    if everything:
+        named |= EVERYTHING
+    if op == "attention":
+        options["return_lse"] = True
+    else:
+        named |= {"dout": array(2, 4, 5, 6), "out": array(2, 4, 5, 6), "lse": array(2, 4, 5)}
+        if everything:
+            named["dlse"] = array(2, 4, 5)
+        options |= {"deterministic": False, "return_dbias": everything}
+    call = checks.PREPARE[op](named, **options)
+    call.problem = checks.with_strides(call.problem, call.arrays)
+    return call
+
+
+def test_small_things() -> None:
+    assert [launchers.cdiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    space = launchers.Workspace("x", (3, 5), "float64")
+    assert space.nbytes == 120
+    assert replace(space, dtype="int32").nbytes == replace(space, dtype="float32").nbytes == 60
+
+
+def test_constants_are_those_of_the_headers() -> None:
+    for language, suffix in (("cuda", ".cuh"), ("numba", ".py")):
+        text = (folder(language) / f"scores{suffix}").read_text()
+        for name in ("RANGE", "MASK", "BIAS", "SOFTCAP"):
+            value = re.search(rf"\b{name} = (\d+)", text)[1]
+            assert int(value) == getattr(launchers, name), f"{name} in {language}"
+        assert re.search(r"\bOPEN_WINDOW = 1 << 30\b", text)
+    assert launchers.OPEN_WINDOW == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("change", "bits"),
+    [
+        ({}, 0),
+        ({"window_left": 3}, 1),
+        ({"window_right": 0}, 1),
+        ({"has_q_lengths": True}, 1),
+        ({"has_kv_lengths": True}, 1),
+        ({"has_mask": True}, 2),
+        ({"has_bias": True}, 4),
+        ({"softcap": 0.5}, 8),
+        ({"has_mask": True, "softcap": 1.0, "window_right": 9}, 11),
+        ({"has_dlse": True, "top_left": True, "deterministic": True}, 0),
+    ],
+)
+def test_features(change: dict[str, Any], bits: int) -> None:
+    problem = Problem("attention", "float32", 1, 1, 1, 2, 2, 8, 8, 1.0, **change)
+    assert launchers.features(problem) == bits
+
+
+@ROWS
+@OPS
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_argument_has_a_value(row: table.Kernel, op: str, everything: bool) -> None:
+    call = prepared(op, everything)
+    work = row.work(call.problem, "sm_90")
+    values = launchers._argument_values(call.problem)
+    spaces = {space.name for space in work.workspaces}
+    written: set[str] = set()
+    for launch in work.launches:
+        signature = launch.entry.signature
+        assert len(signature.pack(values)) == 8 * len(signature.leaves)
+        for kind, leaf in signature.leaves:
+            name = leaf.removeprefix("score.")
+            if kind.endswith("*"):
+                assert name in Arrays._fields or name in spaces, name
+                written.add(name)
+    # Everything that was given is read, and every result is written, by some kernel.
+    needed = {name for name, x in call.arrays._asdict().items() if x is not None}
+    if op == "attention_backward" and not everything:
+        needed -= {"dbias"}
+    assert needed | spaces <= written
+
+
+def test_the_values_of_arguments() -> None:
+    call = prepared("attention_backward", everything=True)
+    values = launchers._argument_values(call.problem)
+    assert values["score.scale"] == 0.25
+    assert values["score.softcap"] == 2.0
+    assert (values["score.window_left"], values["score.window_right"]) == (3, 0)
+    assert values["score.top_left"] == 0
+    assert (values["batch"], values["heads_q"], values["heads_kv"]) == (2, 4, 2)
+    assert (values["seqlen_q"], values["seqlen_k"]) == (5, 7)
+    assert (values["head_dim"], values["head_dim_v"]) == (8, 6)
+    strides = {
+        name: tuple(values[f"{name}_strides.{axis}"] for axis in ("batch", "head", "row"))
+        for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+    }
+    assert strides["q"] == strides["dq"] == (160, 40, 8)
+    assert strides["k"] == strides["dk"] == (112, 56, 8)
+    assert strides["v"] == strides["dv"] == (84, 42, 6)
+    assert strides["dout"] == strides["out"] == (120, 30, 6)
+    axes = ("batch", "head", "row", "col")
+    assert [values[f"score.mask_strides.{axis}"] for axis in axes] == [0, 0, 1, 0]
+    assert [values[f"score.bias_strides.{axis}"] for axis in axes] == [0, 35, 7, 1]
+    assert [values[f"dbias_strides.{axis}"] for axis in axes] == [0, 35, 7, 1]
+
+
+def test_open_and_huge_windows() -> None:
+    problem = Problem("attention", "float32", 1, 1, 1, 2, 2, 8, 8, 1.0, top_left=True)
+    values = launchers._argument_values(problem)
+    assert values["score.window_left"] == values["score.window_right"] == 2**30
+    assert values["score.top_left"] == 1
+    huge = replace(problem, window_left=2**40, window_right=2**30 - 1)
+    values = launchers._argument_values(huge)
+    assert (values["score.window_left"], values["score.window_right"]) == (2**30, 2**30 - 1)
+
+
+def test_vector_add_gets_its_shape_padded_in_front() -> None:
+    strides = (("a", (7, 1)), ("b", (1, 3)), ("out", (4, 1)))
+    problem = VectorProblem("vector_add", "float16", (3, 4), strides)
+    values = launchers._argument_values(problem)
+    axes = ("batch", "head", "row", "col")
+    assert values["size"] == 12
+    assert [values[f"shape.{axis}"] for axis in axes] == [1, 1, 3, 4]
+    assert [values[f"a_strides.{axis}"] for axis in axes] == [0, 0, 7, 1]
+    assert [values[f"b_strides.{axis}"] for axis in axes] == [0, 0, 1, 3]
+    (launch,) = launchers.vector_add_vec4(problem, "sm_90").launches
+    assert dict(launch.entry.constants)["STRIDED"] == 1
+    launch.entry.signature.pack(values)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 10**6, 2**33])
+@pytest.mark.parametrize("name", ["vector_add", "vector_add_vec4"])
+def test_vector_add_reaches_every_element(name: str, size: int) -> None:
+    strides = tuple((x, (1,)) for x in ("a", "b", "out"))
+    problem = VectorProblem("vector_add", "float32", (size,), strides)
+    (launch,) = getattr(launchers, name)(problem, "sm_90").launches
+    assert launch.grid <= 2**31 - 1
+    assert (launch.grid == 0) == (size == 0)
+    if name == "vector_add":
+        assert launch.grid * launch.block >= size > (launch.grid - 1) * launch.block or size == 0
+
+
+@ROWS
+@OPS
+@pytest.mark.parametrize("empty", ["batch", "heads_q", "seqlen_q"])
+def test_an_empty_result_takes_no_block(row: table.Kernel, op: str, empty: str) -> None:
+    problem = Problem(op, "float32", 2, 4, 2, 5, 7, 8, 8, 1.0)
+    problem = replace(problem, **{empty: 0})
+    work = row.work(problem, "sm_90")
+    if op == "attention" or empty == "batch":
+        assert all(launch.grid == 0 for launch in work.launches)
+    assert all(space.nbytes >= 0 for space in work.workspaces)
+
+
+@ROWS
+@OPS
+def test_no_keys_still_gives_zeros(row: table.Kernel, op: str) -> None:
+    """Out, or dq, has to be written although there is nothing to add up."""
+    problem = Problem(op, "float32", 2, 4, 2, 5, 0, 8, 8, 1.0)
+    writers = ("dq" if op == "attention_backward" else "out",)
+    for launch in row.work(problem, "sm_90").launches:
+        names = {name for _, name in launch.entry.signature.parameters}
+        if names & set(writers) and launch.entry.name != "attention_delta":
+            assert launch.grid > 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_kernel_takes_fits_the_gpu(arch: str) -> None:
+    """Or it must decline: a launch that cannot start is no answer."""
+    for row, problem in itertools.product(KERNELS, table.INSTANCES):
+        if row.why_not(problem, arch):
+            continue
+        work = row.work(problem, arch)
+        assert work.launches, row.name
+        for launch in work.launches:
+            assert 1 <= launch.block <= 1024
+            assert launch.block % 32 == 0
+            assert 0 < launch.grid < 2**31
+            assert launch.shared_memory <= table.shared_limit(arch)
+
+
+@ROWS
+@OPS
+def test_grids_grow_with_what_they_cover(row: table.Kernel, op: str) -> None:
+    small = Problem(op, "float32", 1, 4, 2, 100, 200, 64, 64, 1.0)
+    grids = [launch.grid for launch in row.work(small, "sm_90").launches]
+    twice = row.work(replace(small, batch=2), "sm_90").launches
+    assert [launch.grid for launch in twice] == [2 * grid for grid in grids]
+
+
+@ROWS
+def test_the_cap_on_blocks_is_asked_of_every_launch(row: table.Kernel) -> None:
+    """A backward may have more blocks in its second kernel than in its first."""
+    problem = Problem("attention_backward", "float32", 2**20, 1, 1, 1, 2**22, 8, 8, 1.0)
+    if max(launch.grid for launch in row.work(problem, "sm_90").launches) >= 2**31:
+        assert row.why_not(problem, "sm_90")
+
+
+def test_headers_say_which_launcher() -> None:
+    for stem in ("vector_add", "attention_naive_fwd"):
+        for language in ("cuda", "numba"):
+            head = read(language, stem)[:2000]
+            assert re.search(rf"Launched by.*{stem.removesuffix('_fwd')}\b", head)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "numba"])
+def test_a_workspace_that_does_not_fit_says_what_to_do(backend: str) -> None:
+    import cupy
+
+    import workbench
+
+    q = cupy.zeros((1, 2**20, 1), np.float32)
+    with pytest.raises(MemoryError, match=r"attention_naive needs a workspace of 4096.00 GiB") as e:
+        workbench.attention(q, q, q, backend=backend, kernel="attention_naive")
+    assert "scores (1, 1, 1048576, 1048576)" in str(e.value)
+    assert "attention_flash_simt needs none" in str(e.value)
