@@ -208,8 +208,31 @@ def attention_naive(problem: Problem, arch: str) -> Work:
 
 
 def attention_tiled(problem: Problem, arch: str) -> Work:
-    """Shared-memory tiles; the scores in device memory."""
-    return attention_naive(problem, arch)
+    """Shared-memory tiles for the matrix products; the scores in device memory."""
+    del arch
+    block, threads = 64, 256  # matmul.cuh: 16 x 16 threads, each of 4 x 4 results
+    constants = (
+        ("T", problem.dtype),
+        ("BLOCK", block),
+        ("BLOCK_K", 16),
+        ("FEATURES", features(problem)),
+    )
+    q_tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block)
+    k_tiles = problem.batch * problem.heads_kv * cdiv(problem.seqlen_k, block)
+    if problem.op == "attention":
+        entry = Entry("attention_tiled_fwd", "attention_tiled_fwd", constants, WITH_SCORES_FWD)
+        return Work((Launch(entry, q_tiles, threads),), _scores(problem, "scores"))
+    stem = "attention_tiled_bwd"
+    delta, delta_space = _delta(problem)
+    return Work(
+        (
+            delta,
+            Launch(Entry(stem, f"{stem}_dq", constants, WITH_SCORES_DQ), q_tiles, threads),
+            Launch(Entry(stem, f"{stem}_dkdv", constants, WITH_SCORES_DKDV), k_tiles, threads),
+            *_dbias(problem),
+        ),
+        (delta_space, *_scores(problem, "p", "ds")),
+    )
 
 
 def vector_add_vec4(problem: VectorProblem, arch: str) -> Work:
