@@ -210,7 +210,8 @@ def attention_naive(problem: Problem, arch: str) -> Work:
 def attention_tiled(problem: Problem, arch: str) -> Work:
     """Shared-memory tiles for the matrix products; the scores in device memory."""
     del arch
-    block, threads = 64, 256  # matmul.cuh: 16 x 16 threads, each of 4 x 4 results
+    # matmul.cuh: 16 x 16 threads, each of 4 x 4 results; of 2 x 2 where registers are half as many.
+    block, threads = 32 if problem.acc_dtype == "float64" else 64, 256
     constants = (
         ("T", problem.dtype),
         ("BLOCK", block),
@@ -228,7 +229,7 @@ def attention_tiled(problem: Problem, arch: str) -> Work:
         (
             delta,
             Launch(Entry(stem, f"{stem}_dq", constants, WITH_SCORES_DQ), q_tiles, threads),
-            Launch(Entry(stem, f"{stem}_dkdv", constants, WITH_SCORES_DKDV), k_tiles, threads),
+            Launch(Entry(stem, f"{stem}_dkdv", constants, WITH_SCORES_DKDV), 2 * k_tiles, threads),
             *_dbias(problem),
         ),
         (delta_space, *_scores(problem, "p", "ds")),
