@@ -101,6 +101,21 @@ def test_the_oracle_stops_after_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert oracle.error(results) > 0.1
 
 
+def test_the_oracle_of_a_long_vector_add_looks_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "ORACLE_ELEMENTS", 10)
+    monkeypatch.setattr(bench, "DRAWN_ELEMENTS", 7)
+    oracle = Oracle(Workload("vector_add", "float64", size=100))
+    assert oracle.checked == 0.2
+    right = oracle.inputs["a"] + oracle.inputs["b"]
+    assert oracle.error({"out": right}) == 0.0
+    for index, seen in ((0, True), (9, True), (10, False), (89, False), (90, True), (99, True)):
+        wrong = right.copy()
+        wrong[index] += 1.0
+        assert (oracle.error({"out": wrong}) > 0) is seen
+
+
 def test_the_oracle_of_vector_add() -> None:
     oracle = Oracle(Workload("vector_add", "float16", size=100))
     a, b = (oracle.inputs[name].astype(np.float64) for name in ("a", "b"))

@@ -171,8 +171,9 @@ def comparison_table(comparison: Comparison) -> RenderableType:
         )
         parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
     if ran and comparison.checked < 1:
-        heads = f"{100 * comparison.checked:.2g} % of the heads"
-        parts.append(Text(f"error checked on {heads}", style="dim"))
+        of = "elements" if comparison.workload.op == "vector_add" else "heads"
+        checked = f"{100 * comparison.checked:.2g} % of the {of}"
+        parts.append(Text(f"error checked on {checked}", style="dim"))
     stopped = [row for row in comparison.rows if row.reason is not None]
     if stopped:
         parts += [Text(), *_reasons(stopped)]
