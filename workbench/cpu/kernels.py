@@ -13,7 +13,6 @@ arithmetic, and exp2(-inf) is exactly 0.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -822,11 +821,21 @@ class _Announcement(event.Listener):  # type: ignore[misc]
         pass
 
 
-_compiling = threading.Lock()
+_loaded: dict[tuple[Callable[..., None], str], Callable[..., None]] = {}
+_loading = threading.Lock()
 
 
-@functools.cache
-def _compiled(kernel: Callable[..., None], dtype: str) -> Callable[..., None]:
+def load(kernel: Callable[..., None], dtype: str) -> Callable[..., None]:
+    """Load a kernel for "float32" or "float64": from Numba's cache, or compiled and put there."""
+    loaded = _loaded.get((kernel, dtype))
+    if loaded is None:
+        with _loading:
+            loaded = _loaded.get((kernel, dtype)) or _compile(kernel, dtype)
+            _loaded[kernel, dtype] = loaded
+    return loaded
+
+
+def _compile(kernel: Callable[..., None], dtype: str) -> Callable[..., None]:
     signature = _signatures({"float32": types.float32, "float64": types.float64}[dtype])[kernel]
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     compiled: Callable[..., None]
@@ -838,9 +847,3 @@ def _compiled(kernel: Callable[..., None], dtype: str) -> Callable[..., None]:
                 raise
             compiled = njit(signature, **options)(kernel)  # nowhere to write: kept in memory only
     return compiled
-
-
-def load(kernel: Callable[..., None], dtype: str) -> Callable[..., None]:
-    """Load a kernel for "float32" or "float64": from Numba's cache, or compiled and put there."""
-    with _compiling:
-        return _compiled(kernel, dtype)
