@@ -210,6 +210,8 @@ class Comparison:
         What they reached in the same run, in the workload's unit, by what was measured.
     checked : float
         Fraction of the heads, or of the elements of a `vector_add`, that the oracle looked at.
+    in_l2 : bool
+        Whether repeated calls find their inputs in the GPU's L2 cache: the times are warm ones.
     """
 
     workload: Workload
@@ -217,6 +219,7 @@ class Comparison:
     devices: list[str]
     ceilings: dict[str, float]
     checked: float
+    in_l2: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,7 +513,9 @@ def compare(
             continue
         rows.append(_measure(workload, oracle, kernel, backend, ceilings))
     devices = ([gpu_name()] if on_gpu else []) + ([cpu_name()] if on_host else [])
-    return Comparison(workload, tuple(rows), devices, ceilings, oracle.checked)
+    nbytes = sum(x.nbytes for x in oracle.inputs.values())
+    in_l2 = on_gpu and nbytes <= _l2_bytes()
+    return Comparison(workload, tuple(rows), devices, ceilings, oracle.checked, in_l2)
 
 
 def count_steps(which: Sequence[object]) -> int:
@@ -658,6 +663,13 @@ def gpu_name() -> str:
     device = cupy.cuda.Device().id
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
     return f"{name} ({compiler.device_arch(device)})"
+
+
+def _l2_bytes() -> int:
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return int(properties["l2CacheSize"])
 
 
 def cpu_name() -> str:

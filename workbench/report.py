@@ -170,6 +170,8 @@ def comparison_table(comparison: Comparison) -> RenderableType:
             for name, rate in comparison.ceilings.items()
         )
         parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
+    if comparison.in_l2:
+        parts.append(Text("times are warm: the inputs fit in the GPU's L2 cache", style="dim"))
     if ran and comparison.checked < 1:
         of = "elements" if comparison.workload.op == "vector_add" else "heads"
         checked = f"{100 * comparison.checked:.2g} % of the {of}"
@@ -247,6 +249,7 @@ def comparison_json(comparison: Comparison) -> str:
             "rows": rows,
             "ceilings": comparison.ceilings,
             "checked": comparison.checked,
+            "in_l2": comparison.in_l2,
         },
         indent=2,
     )
