@@ -55,9 +55,9 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for language in compiler.LANGUAGES:
         original = getattr(compiler, f"_compile_{language}")
 
-        def counted(e: Entry, arch: str, original: Any = original) -> Any:
+        def counted(e: Entry, arch: str, ptx: bool, original: Any = original) -> Any:
             done.append(e.describe())
-            return original(e, arch)
+            return original(e, arch, ptx)
 
         monkeypatch.setattr(compiler, f"_compile_{language}", counted)
     return done
@@ -224,6 +224,21 @@ def test_the_key_holds_what_is_no_source(language: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler, "CACHE_FORMAT", -1)
     keys.append(key(plain))
     assert len(set(keys)) == len(keys)
+
+
+@languages
+def test_ptx_has_source_lines_and_its_own_place_in_the_cache(
+    language: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, symbol = compiler.build_ptx(language, entry(), "sm_80")
+    source = compiler.source_path(language, "vector_add")
+    assert f".entry {symbol}(" in text
+    assert re.search(r"^\t\.loc\t1 \d+ ", text, re.MULTILINE)
+    assert f'"{source}"' in text
+    assert compiler.build(language, entry(), "sm_80").code.startswith(b"\x7fELF")
+    assert len(list(empty_cache.iterdir())) == 2
+    no_compiler(monkeypatch)
+    assert compiler.build_ptx(language, entry(), "sm_80") == (text, symbol)
 
 
 def test_the_languages_do_not_share_entries() -> None:

@@ -207,14 +207,28 @@ def build(language: str, entry: Entry, arch: str) -> Binary:
 
 
 def _build_or_read(language: str, entry: Entry, arch: str) -> Binary:
-    name = _cache_name(language, entry, arch)
+    code, symbol = _compile_or_read(language, entry, arch, ptx=False)
+    return Binary(code, symbol, *resources(code, symbol))
+
+
+def build_ptx(language: str, entry: Entry, arch: str) -> tuple[str, str]:
+    """PTX of `entry` for `arch`, with source lines in it, and its symbol: what the simulator runs.
+
+    Parameters, errors and cache are those of `build`; it needs no GPU either.
+    """
+    with _build_lock:
+        code, symbol = _compile_or_read(language, entry, arch, ptx=True)
+    return code.rstrip(b"\0").decode(), symbol
+
+
+def _compile_or_read(language: str, entry: Entry, arch: str, *, ptx: bool) -> tuple[bytes, str]:
+    name = _cache_name(language, entry, arch, ptx=ptx)
     cached = cache.read(name)
     if cached is None:
         compiler = _compile_cuda if language == "cuda" else _compile_numba
-        cached = compiler(entry, arch)
+        cached = compiler(entry, arch, ptx)
         cache.write(name, *cached)
-    code, symbol = cached
-    return Binary(code, symbol, *resources(code, symbol))
+    return cached
 
 
 def source_path(language: str, stem: str) -> Path:
@@ -263,13 +277,15 @@ def _cuda_include() -> str:
     raise ToolchainError(f"The CUDA headers (cuda_fp16.h) are missing: {INSTALL_HINT}")
 
 
-def _compile_cuda(entry: Entry, arch: str) -> tuple[bytes, str]:
+def _compile_cuda(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     path = source_path("cuda", entry.stem)
     values = (CUDA_TYPES.get(str(value), str(value)) for _, value in entry.constants)
     expression = f"{entry.name}<{', '.join(values)}>".encode()
+    # A virtual architecture stops NVRTC before it assembles.
+    target = _target(arch).replace("sm_", "compute_") if ptx else _target(arch)
     options = [
-        f"--gpu-architecture={_target(arch)}",
+        f"--gpu-architecture={target}",
         "--std=c++17",
         "-lineinfo",
         f"-I{path.parent}",
@@ -296,6 +312,8 @@ def _compile_cuda(entry: Entry, arch: str) -> tuple[bytes, str]:
             text = log.rstrip(b"\0\n").decode(errors="replace")
             raise CompileError(f"{entry.describe()} does not compile for {arch}:\n{text}")
         symbol = check(nvrtc.nvrtcGetLoweredName(program, expression)).decode()
+        if ptx:
+            return read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX), symbol
         return read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), symbol
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -336,7 +354,7 @@ def _numba_type(kind: str, dtype: str) -> Any:
     return types.NamedTuple(fields, getattr(structs, kind))
 
 
-def _compile_numba(entry: Entry, arch: str) -> tuple[bytes, str]:
+def _compile_numba(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, str]:
     cuda = _numba_cuda()
     types = cuda.types
     compiler = importlib.import_module("numba.cuda.compiler")
@@ -372,6 +390,8 @@ def _compile_numba(entry: Entry, arch: str) -> tuple[bytes, str]:
             compiler.kernel_fixup(function, False)
             nvvm.set_launch_bounds(function, options.get("launch_bounds"))
             target = (*cc, "a") if number >= 90 else cc
+            if ptx:
+                return library.get_lto_ptx(cc=target).encode(), function.name
             return bytes(library.get_cubin(cc=target).code), function.name
     except ToolchainError:
         raise
@@ -468,12 +488,13 @@ def compiler_version(language: str) -> str:
     return ", ".join(parts)
 
 
-def _cache_name(language: str, entry: Entry, arch: str) -> str:
+def _cache_name(language: str, entry: Entry, arch: str, *, ptx: bool = False) -> str:
     parts = [
         str(CACHE_FORMAT),
         language,
         entry.describe(),
         _target(arch),
+        "ptx" if ptx else "cubin",
         compiler_version(language),
     ]
     parts += [f"{kind} {name}" for kind, name in entry.signature.leaves]
