@@ -1,0 +1,566 @@
+"""Value tests of every kernel in every language, generated from `KERNELS`, and of the hosts.
+
+On a GPU all that a call allocates, inputs, results and workspaces, lies in an `Arena`: memory that
+is NaN wherever nothing was written, with a gap around every array. What a kernel forgets to write
+is NaN, what it reads outside of an array is NaN, and what it writes there is seen.
+
+How right a result must be is for `oracle` to say. Few kernels are compiled, for many shapes each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import DTYPES, PROBLEMS, Example, as_numpy, check, hold, random_example, run
+
+import workbench
+from workbench import KERNELS
+
+ATTENTION = [row for row in KERNELS if row.op == "attention"]
+ADDITION = [row for row in KERNELS if row.op == "vector_add"]
+HOSTS = ("reference", "cpu")
+WIDEST = 600  # head_dim to try where a kernel takes any
+
+
+# ---------------------------------------------------------------------------- memory with gaps
+
+
+class Arena:
+    """GPU memory that hands out arrays with gaps between them, all of it NaN to begin with."""
+
+    SIZE = 256 * 2**20
+    GAP = 1024
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.memory = cupy.cuda.Memory(self.SIZE)
+        self.bytes = cupy.ndarray((self.SIZE,), np.uint8, cupy.cuda.MemoryPointer(self.memory, 0))
+        self.bytes.fill(255)  # NaN, whatever the floating dtype
+        self.taken: list[tuple[int, int]] = []
+        self.top = self.GAP
+
+    def malloc(self, size: int) -> Any:
+        """An allocator for CuPy: addresses are multiples of 512, as those of its own pool."""
+        start = -(-self.top // 512) * 512
+        self.top = start + size + self.GAP
+        assert self.top <= self.SIZE, "the arena is too small"
+        self.taken.append((start, start + size))
+        return self.cupy.cuda.MemoryPointer(self.memory, start)
+
+    def check_gaps(self) -> None:
+        """Fail if anything was written between the arrays."""
+        used = self.bytes[: self.top].get()
+        for start, end in self.taken:
+            used[start:end] = 255
+        wrong = np.flatnonzero(used != 255)
+        assert not wrong.size, f"{wrong.size} bytes were written outside of all arrays"
+
+    def reset(self) -> None:
+        """Take everything back; whoever still has an array of it may not use it any more."""
+        self.bytes[: self.top].fill(255)
+        self.taken.clear()
+        self.top = self.GAP
+
+
+_arenas: list[Arena] = []
+
+
+@contextmanager
+def gaps(backend: str) -> Iterator[None]:
+    """Let a GPU backend work in an arena, and look at the gaps afterwards."""
+    if backend in HOSTS:
+        yield
+        return
+    import cupy
+
+    if not _arenas:
+        _arenas.append(Arena())
+    (arena,) = _arenas
+    try:
+        with cupy.cuda.using_allocator(arena.malloc):
+            yield
+            cupy.cuda.Device().synchronize()
+        arena.check_gaps()
+    finally:
+        arena.reset()
+
+
+def on_device(x: np.ndarray) -> Any:
+    """A CuPy array with the strides of `x`: what it is a view of goes to the GPU whole."""
+    import cupy
+
+    base = x
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if not base.flags.c_contiguous or base.dtype.itemsize not in (1, x.itemsize):
+        base = x = np.ascontiguousarray(x)
+    start = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    there = cupy.asarray(base.view(np.uint8) if base.ndim else base)
+    return cupy.ndarray(x.shape, x.dtype, there.data + start, strides=x.strides)
+
+
+def how(row: Any, backend: str) -> dict[str, Any]:
+    """Keyword arguments of `oracle.run` and `oracle.check`."""
+    if backend in HOSTS:
+        return {"backend": backend}
+    return {"backend": backend, "kernel": row.name, "transfer": on_device}
+
+
+def targets(rows: list[Any], *, hosts: bool = True) -> Any:
+    """Parametrise over every kernel in every language, and over the host backends."""
+    chosen = [pytest.param(None, host, id=host) for host in HOSTS if hosts]
+    chosen += [
+        pytest.param(row, language, id=f"{row.name}-{language}", marks=pytest.mark.gpu)
+        for row in rows
+        for language in row.languages
+    ]
+    return pytest.mark.parametrize(("row", "backend"), chosen)
+
+
+attention_targets = targets(ATTENTION)
+
+
+def takes(row: Any, *head_dims: int) -> bool:
+    return row is None or max(head_dims) <= (row.max_head_dim or WIDEST)
+
+
+def try_all(row: Any, backend: str, problems: dict[str, dict[str, Any]], seed: int = 0) -> None:
+    """Check many small problems; the message says which one failed."""
+    failed = []
+    for name, problem in problems.items():
+        try:
+            with gaps(backend):
+                check(random_example(seed, **problem), **how(row, backend))
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    assert not failed, f"{len(failed)} of {len(problems)} fail\n" + "\n".join(failed[:5])
+
+
+# --------------------------------------------------------------------------- every kind of problem
+
+# For the dtypes other than float32: a few kernels to compile, everything that the dtype matters to.
+FEW = ("square", "odd", "grouped", "causal", "lengths-causal", "everything", "very-wide", "no-keys")
+
+
+@attention_targets
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_every_option(problem: str, row: Any, backend: str) -> None:
+    with gaps(backend):
+        check(random_example(1, **PROBLEMS[problem]), **how(row, backend))
+
+
+@attention_targets
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])
+@pytest.mark.parametrize("problem", FEW)
+def test_every_dtype(problem: str, dtype: str, row: Any, backend: str) -> None:
+    if row is not None and dtype not in row.dtypes:
+        pytest.skip(f"{row.name} takes {row.dtypes}")
+    with gaps(backend):
+        check(random_example(2, dtype=dtype, **PROBLEMS[problem]), **how(row, backend))
+
+
+@attention_targets
+def test_every_combination_of_options(row: Any, backend: str) -> None:
+    options: list[dict[str, Any]] = [
+        {"causal": True, "window": (40, None)},
+        {"mask": "bhqk"},
+        {"bias": "hqk"},
+        {"softcap": 1.5},
+    ]
+    problems = {}
+    for chosen in itertools.product((False, True), repeat=len(options)):
+        problem: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 2, "dlse": True}
+        problem |= {"seqlen_q": 70, "seqlen_k": 97, "head_dim": 40, "head_dim_v": 24}
+        for take, option in zip(chosen, options, strict=True):
+            problem |= option if take else {}
+        problems["".join("-+"[take] for take in chosen)] = problem
+    try_all(row, backend, problems)
+
+
+# ---------------------------------------------------------------------------------------- sizes
+
+
+@attention_targets
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_ragged_lengths(causal: Any, row: Any, backend: str) -> None:
+    """Lengths around the edges of tiles, of queries and keys independently."""
+    lengths = (31, 64, 129) if backend in HOSTS else (1, 31, 64, 65, 127, 129, 200)
+    problems = {
+        f"{nq} x {nk}": {
+            "heads_q": 1, "seqlen_q": nq, "seqlen_k": nk, "head_dim": 64, "causal": causal,
+        }
+        for nq, nk in itertools.product(lengths, lengths)
+    }  # fmt: skip
+    try_all(row, backend, problems)
+
+
+@attention_targets
+def test_many_windows(row: Any, backend: str) -> None:
+    """Windows that end inside, at and beyond the edges of tiles, with lengths that shift them."""
+    problems = {}
+    for left, right in itertools.product((None, 0, 31, 64, 65), (None, 0, 1, 63)):
+        problem: dict[str, Any] = {"seqlen_q": 130, "seqlen_k": 150, "window": (left, right)}
+        problems[f"{left}, {right}"] = problem
+        lengths = {"batch": 2, "heads_q": 1, "q_lengths": [130, 65], "kv_lengths": [64, 150]}
+        problems[f"{left}, {right}, lengths"] = problem | lengths
+    if backend in HOSTS:
+        problems = dict(itertools.islice(problems.items(), 0, None, 5))
+    try_all(row, backend, problems)
+
+
+@attention_targets
+def test_head_dims(row: Any, backend: str) -> None:
+    sizes = [(1, 1), (7, 64), (33, 33), (64, 5), (80, 128), (128, 96), (200, 200), (256, 64),
+             (300, 20), (520, 520)]  # fmt: skip
+    problems = {
+        f"{d}, {dv}": {"seqlen_q": 33, "seqlen_k": 70, "head_dim": d, "head_dim_v": dv}
+        for d, dv in sizes
+        if takes(row, d, dv)
+    }
+    assert len(problems) >= 8
+    try_all(row, backend, problems)
+
+
+@attention_targets
+def test_head_groups(row: Any, backend: str) -> None:
+    heads = [(1, 1), (4, 4), (4, 2), (4, 1), (12, 4), (6, 3), (7, 7), (5, 1)]
+    problems = {
+        f"{hq}, {hkv}": {"batch": 2, "heads_q": hq, "heads_kv": hkv, "seqlen_k": 40, "causal": True}
+        for hq, hkv in heads
+    }
+    try_all(row, backend, problems)
+
+
+# --------------------------------------------------------------------------- biases and masks
+
+
+@attention_targets
+def test_every_shape_of_a_bias_and_its_gradient(row: Any, backend: str) -> None:
+    problems = {}
+    for n in range(5):
+        for axes in itertools.combinations("bhqk", n):
+            problems["".join(axes) or "none"] = {
+                "batch": 3, "heads_q": 4, "heads_kv": 2, "seqlen_q": 33, "seqlen_k": 70,
+                "bias": "".join(axes), "dlse": True,
+            }  # fmt: skip
+    assert len(problems) == 16
+    try_all(row, backend, problems)
+
+
+@attention_targets
+def test_a_bias_of_fewer_axes(row: Any, backend: str) -> None:
+    for ndim in range(4):
+        e = random_example(5, batch=2, seqlen_q=33, seqlen_k=70, bias="bhqk"[4 - ndim :])
+        bias = e.options["bias"].reshape(e.options["bias"].shape[4 - ndim :])
+        with gaps(backend):
+            check(replace(e, options=e.options | {"bias": bias}), **how(row, backend))
+
+
+@attention_targets
+def test_masks_of_every_shape_and_stride(row: Any, backend: str) -> None:
+    for axes in ("", "b", "h", "q", "k", "bh", "qk", "hq", "bhk", "bhqk"):
+        e = random_example(6, batch=2, heads_q=3, seqlen_q=33, seqlen_k=70, mask=axes)
+        mask = e.options["mask"]
+        for given in (
+            mask,
+            np.ascontiguousarray(mask.T).T,
+            np.ascontiguousarray(mask[..., ::-1])[..., ::-1],
+        ):
+            with gaps(backend):
+                check(replace(e, options={"mask": given}), **how(row, backend))
+
+
+@attention_targets
+def test_a_row_that_a_bias_shuts_sees_nothing(row: Any, backend: str) -> None:
+    e = random_example(7, seqlen_q=70, seqlen_k=65, bias="qk")
+    bias = e.options["bias"].copy()
+    bias[:, :, [0, 33, 69]] = -np.inf
+    bias[:, :, 40, :64] = -np.inf
+    with gaps(backend):
+        check(replace(e, options={"bias": bias}), **how(row, backend))
+
+
+# -------------------------------------------------------------------------------------- numbers
+
+
+@attention_targets
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_scores(sign: int, row: Any, backend: str) -> None:
+    """Scores near +-60000: no stand-in for a masked score may come near."""
+    e = random_example(8, seqlen_q=40, seqlen_k=70, head_dim=64, causal=True)
+    q = np.ones_like(e.q) * 30
+    k = sign * (np.ones_like(e.k) * 31.25 + 0.01 * e.k)
+    with gaps(backend):
+        check(replace(e, q=q, k=k, options=e.options | {"scale": 1.0}), **how(row, backend))
+
+
+@attention_targets
+def test_a_growing_maximum_rescales_what_was_added_up(row: Any, backend: str) -> None:
+    """The maximum grows with every tile of keys, in the second of two heads it shrinks."""
+    e = random_example(9, heads_q=2, seqlen_q=33, seqlen_k=400, head_dim=32)
+    slope = np.linspace(-3, 3, 400, dtype=np.float32)[:, None]
+    k = e.k + np.stack([slope, -slope])[None]
+    q = np.abs(e.q) + 0.5
+    with gaps(backend):
+        check(replace(e, q=q, k=k), **how(row, backend))
+
+
+@attention_targets
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_seen_does_not_matter(poison: float, row: Any, backend: str) -> None:
+    """NaN and inf in q and k reach exactly the rows that see them."""
+    e = random_example(10, seqlen_q=129, seqlen_k=129, head_dim=64, causal=True, backward=False)
+    with gaps(backend):
+        plain = {n: as_numpy(x) for n, x in run(e, **how(row, backend)).items()}
+    q, k = e.q.copy(), e.k.copy()
+    q[0, 0, 17] = poison
+    k[0, 1, 70] = poison
+    with gaps(backend):
+        results = {
+            n: as_numpy(x) for n, x in run(replace(e, q=q, k=k), **how(row, backend)).items()
+        }
+    touched = np.zeros(e.q.shape[:3], bool)
+    touched[0, 0, 17] = True
+    touched[0, 1, 70:] = True
+    for name in ("out", "lse"):
+        np.testing.assert_array_equal(results[name][~touched], plain[name][~touched])
+    if np.isnan(poison):
+        assert np.isnan(results["out"][touched]).all()
+
+
+# --------------------------------------------------------------------------- strides and addresses
+
+
+def strided(e: Example) -> dict[str, Example]:
+    """The same numbers, as arrays that lie in memory in many ways."""
+
+    def each(function: Any) -> Example:
+        arrays = {name: function(getattr(e, name)) for name in ("q", "k", "v", "dout")}
+        return replace(e, **arrays)
+
+    def within(x: np.ndarray, shape: tuple[int, ...], where: Any, move: Any = lambda y: y) -> Any:
+        view = move(np.full(shape, np.nan, x.dtype)[where])
+        view[...] = x
+        return view
+
+    def swap(x: np.ndarray) -> np.ndarray:
+        return x.swapaxes(1, 2)
+
+    everything = slice(None)
+    b, h, n, d = range(4)
+    return {
+        "bnhd": each(lambda x: np.ascontiguousarray(swap(x)).swapaxes(1, 2)),
+        "packed": each(
+            lambda x: within(
+                x, (x.shape[b], x.shape[n], 3 * x.shape[h], x.shape[d]),
+                (everything, everything, slice(x.shape[h], 2 * x.shape[h])), swap,
+            )
+        ),
+        "backwards": each(
+            lambda x: np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+        ),
+        "batch-last": each(
+            lambda x: np.ascontiguousarray(x.transpose(2, 1, 0, 3)).transpose(2, 1, 0, 3)
+        ),
+        "odd-address": each(
+            lambda x: within(x, (x.size + 1,), slice(1, None), lambda y: y.reshape(x.shape))
+        ),
+        "odd-rows": each(
+            lambda x: within(x, (*x.shape[:3], x.shape[d] + 1), (..., slice(0, x.shape[d])))
+        ),
+        "every-second": each(
+            lambda x: within(x, (*x.shape[:3], 2 * x.shape[d]), (..., slice(0, None, 2)))
+        ),
+    }  # fmt: skip
+
+
+@attention_targets
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_strides_and_addresses(dtype: str, row: Any, backend: str) -> None:
+    problem = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 40, "seqlen_k": 70}
+    e = random_example(11, dtype=dtype, head_dim=64, causal=True, **problem)
+    for name, view in strided(e).items():
+        with gaps(backend):
+            results = run(view, **how(row, backend))
+            try:
+                hold(e, results)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+@attention_targets
+def test_repeated_heads_and_rows(row: Any, backend: str) -> None:
+    """Strides of 0, in every input at once."""
+    e = random_example(12, batch=2, heads_q=3, seqlen_q=33, seqlen_k=65, head_dim=64)
+    e = replace(
+        e,
+        q=np.broadcast_to(e.q[:, :, :1], e.q.shape),
+        k=np.broadcast_to(e.k[:, :1], e.k.shape),
+        v=np.broadcast_to(e.v[:1], e.v.shape),
+        dout=np.broadcast_to(e.dout[:1, :1], e.dout.shape),
+    )
+    with gaps(backend):
+        check(e, **how(row, backend))
+
+
+@attention_targets
+def test_layout_bnhd(row: Any, backend: str) -> None:
+    for name in ("grouped", "everything", "odd"):
+        with gaps(backend):
+            check(random_example(13, **PROBLEMS[name]), layout="bnhd", **how(row, backend))
+
+
+# ----------------------------------------------------------------------------------- determinism
+
+
+@targets(ATTENTION, hosts=False)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_every_time(dtype: str, row: Any, backend: str) -> None:
+    e = random_example(
+        14, dtype=dtype, batch=2, heads_q=8, heads_kv=2, seqlen_q=400, seqlen_k=500, head_dim=64,
+        causal=True, bias="hqk", dlse=True,
+    )  # fmt: skip
+    with gaps(backend):
+        first, *others = (
+            {n: as_numpy(x) for n, x in run(e, deterministic=True, **how(row, backend)).items()}
+            for _ in range(4)
+        )
+        loose = run(e, **how(row, backend))
+        hold(e, first)
+    for other in others:
+        for name, x in first.items():
+            assert other[name].tobytes() == x.tobytes(), f"{name} changed"
+    for name in ("out", "lse", "dk", "dv"):
+        assert as_numpy(loose[name]).tobytes() == first[name].tobytes(), f"{name} changed"
+
+
+# ------------------------------------------------------------------------------------ vector_add
+
+
+def sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sums as they must be, to the bit: one rounding."""
+    return (a.astype(np.float64) + b.astype(np.float64)).astype(a.dtype)
+
+
+def numbers(*shape: int, seed: int, dtype: str) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(DTYPES[dtype])
+
+
+@targets(ADDITION)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vector_add_sizes(dtype: str, row: Any, backend: str) -> None:
+    kernel = None if row is None else row.name
+    place = on_device if row is not None else np.asarray
+    for size in (0, 1, 2, 3, 7, 8, 9, 63, 1000, 4095, 4096, 4097, 70_001, 1_000_003):
+        a, b = numbers(size, seed=1, dtype=dtype), numbers(size, seed=2, dtype=dtype)
+        with gaps(backend):
+            got = workbench.vector_add(place(a), place(b), backend=backend, kernel=kernel)
+            np.testing.assert_array_equal(as_numpy(got), sums(a, b), err_msg=str(size))
+
+
+@targets(ADDITION)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vector_add_addresses(dtype: str, row: Any, backend: str) -> None:
+    """Each of the three arrays may begin at any element."""
+    kernel = None if row is None else row.name
+    size = 1100
+    a, b = numbers(size + 9, seed=1, dtype=dtype), numbers(size + 9, seed=2, dtype=dtype)
+    shifts = [
+        (0, 0, 0),
+        (1, 1, 1),
+        (3, 3, 3),
+        (8, 8, 8),
+        (1, 0, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+        (5, 1, 3),
+    ]
+    for i, j, o in shifts:
+        with gaps(backend):
+            place = on_device if row is not None else np.array
+            x, y, out = place(a)[i:], place(b)[j:], place(np.full_like(a, 7))
+            target = out[o : o + size]
+            workbench.vector_add(x[:size], y[:size], out=target, backend=backend, kernel=kernel)
+            want = sums(a[i : i + size], b[j : j + size])
+            np.testing.assert_array_equal(as_numpy(target), want, err_msg=f"{i, j, o}")
+            rest = np.delete(as_numpy(out), slice(o, o + size))
+            assert (rest == 7).all(), f"{i, j, o}: wrote around out"
+
+
+@targets(ADDITION)
+def test_vector_add_strides(row: Any, backend: str) -> None:
+    a, b = (
+        numbers(6, 5, 4, 7, seed=1, dtype="float32"),
+        numbers(6, 5, 4, 7, seed=2, dtype="float32"),
+    )
+    odd = numbers(6, 5, 4, 15, seed=3, dtype="float32")
+    views = {
+        "both-permuted": (a.T, b.T),
+        "one-permuted": (a, np.ascontiguousarray(b.T).T),
+        "backwards": (a[::-1, :, ::-1], b),
+        "columns-backwards": (a[..., ::-1], b[:, ::-1]),
+        "every-second": (odd[..., ::2][..., :7], odd[..., 1::2]),
+        "repeated": (np.broadcast_to(a[:1, :, :1], a.shape), b),
+        "one-number": (np.broadcast_to(a[0, 0, 0, 0], a.shape), b),
+        "five-axes": (a.reshape(6, 5, 2, 2, 7).transpose(4, 1, 3, 0, 2), b.reshape(7, 5, 2, 6, 2)),
+    }
+    place = on_device if row is not None else np.asarray
+    for name, (x, y) in views.items():
+        if row is not None and row.needs_contiguous and name != "both-permuted":
+            with pytest.raises(workbench.NoKernelError, match="contiguous arrays only"):
+                workbench.vector_add(on_device(x), on_device(y), backend=backend, kernel=row.name)
+            continue
+        kernel = None if row is None else row.name
+        with gaps(backend):
+            got = workbench.vector_add(place(x), place(y), backend=backend, kernel=kernel)
+            np.testing.assert_array_equal(as_numpy(got), sums(x, y), err_msg=name)
+
+
+@targets(ADDITION)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vector_add_of_what_is_no_number(dtype: str, row: Any, backend: str) -> None:
+    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    special = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, largest, -largest]
+    a, b = (x.ravel().astype(DTYPES[dtype]) for x in np.meshgrid(special, special))
+    place = on_device if row is not None else np.asarray
+    kernel = None if row is None else row.name
+    with gaps(backend), np.errstate(all="ignore"):
+        got = workbench.vector_add(place(a), place(b), backend=backend, kernel=kernel)
+        # As float64, where NumPy knows that NaN is NaN.
+        np.testing.assert_array_equal(as_numpy(got).astype(float), sums(a, b).astype(float))
+
+
+# ------------------------------------------------------------------------------------- the arena
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("element", "inside"), [(0, True), (99, True), (100, False), (-1, False)])
+def test_the_arena_sees_what_is_written(element: int, inside: bool) -> None:
+    import cupy
+
+    def write() -> None:
+        with gaps("cuda"):
+            x = cupy.empty(100, np.float32)
+            assert cupy.isnan(x).all()
+            cupy.ndarray((1,), np.float32, x.data + 4 * element)[0] = 1
+
+    if inside:
+        write()
+    else:
+        with pytest.raises(AssertionError, match="4 bytes were written outside"):
+            write()
+    assert not _arenas[0].taken
+
+
+def test_every_kernel_is_tested() -> None:
+    assert {row.op for row in KERNELS} == {"attention", "vector_add"}
+    assert len(ATTENTION) + len(ADDITION) == len(KERNELS)
