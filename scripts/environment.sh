@@ -59,7 +59,7 @@ make_venv() {
 # TOOLCHAIN is cuda13, cuda12, simulator or '' for whatever is there. A second call with the same
 # pyproject.toml installs nothing.
 prepare_environment() {
-  local toolchain=$1 key installed_key="" installed="" extra missing=""
+  local toolchain=$1 key installed_key="" installed="" extra missing="" quiet
   shift
   find_venv_programs
   if ! { supported "$python" && "$python" -m pip --version >/dev/null 2>&1; }; then
@@ -92,7 +92,9 @@ prepare_environment() {
   installed=$(echo $installed $missing) # unquoted: one space between the words
   say "Installing kernel-workbench${installed:+[${installed// /,}]} into .venv (once; some minutes on a slow line)"
   rm -f "$stamp"
-  "$python" -m pip install --quiet --disable-pip-version-check \
+  # A person sees pip's progress, a log only its errors.
+  if [ -t 1 ]; then quiet=""; else quiet=-qq; fi
+  "$python" -m pip install $quiet --disable-pip-version-check \
     --editable "$root${installed:+[${installed// /,}]}"
   printf '%s\n%s\n' "$key" "$installed" >"$stamp"
 }

@@ -61,7 +61,7 @@ def prepared(root: Path, arguments: str) -> list[str]:
     """Prepare an environment; "venv" and the extras of each installation, in order."""
     code, out, asked = bash(root, f"prepare_environment {arguments}")
     assert code == 0, out
-    install = f"-m pip install --quiet --disable-pip-version-check --editable {root}"
+    install = f"-m pip install -qq --disable-pip-version-check --editable {root}"
     return [
         "venv" if a == f"-m venv {root}/.venv" else a.replace(install, "install") for a in asked
     ]
