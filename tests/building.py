@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import compile as compiler
-from workbench import table
+from workbench import launchers
 from workbench.launchers import Launch
 
 
@@ -78,7 +78,7 @@ def gate(language: str, launch: Launch, arch: str) -> None:
     taken = -(-binary.registers // 8) * 8 * 32 * warps
     assert 0 < taken <= REGISTERS, f"{what}: a block takes {taken} registers"
     shared = binary.static_shared_bytes + launch.shared_memory
-    assert shared <= table.shared_limit(arch) + 1024, f"{what}: {shared} bytes of shared memory"
+    assert shared <= launchers.shared_limit(arch) + 1024, f"{what}: {shared} bytes of shared memory"
 
 
 def units(language: str, arch: str, thin: bool) -> list[Launch]:

@@ -209,7 +209,7 @@ def test_what_a_kernel_takes_fits_the_gpu(arch: str) -> None:
             assert 1 <= launch.block <= 1024
             assert launch.block % 32 == 0
             assert 0 < launch.grid < 2**31
-            assert launch.shared_memory <= table.shared_limit(arch)
+            assert launch.shared_memory <= launchers.shared_limit(arch)
 
 
 @ROWS

@@ -118,9 +118,9 @@ def test_reasons_are_sentences() -> None:
 
 
 def test_too_much_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "SHARED_LIMITS", {"sm_90": 227, "sm_121": 1})
-    assert table.shared_limit("sm_90") == 227 * 1024
-    assert table.shared_limit("sm_999") == 1024
+    monkeypatch.setattr(launchers, "SHARED_LIMITS", {"sm_90": 227, "sm_121": 1})
+    assert launchers.shared_limit("sm_90") == 227 * 1024
+    assert launchers.shared_limit("sm_999") == 1024
     why = reason("attention_flash_simt", PROBLEM, "sm_999")
     assert re.fullmatch(r"it takes \d+ bytes of shared memory, sm_999 has 1024", why)
 

@@ -11,13 +11,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench import compile as compiler
 from workbench.checks import DTYPES, Problem, VectorProblem
 from workbench.compile import Entry, Signature
 
 RANGE, MASK, BIAS, SOFTCAP = 1, 2, 4, 8  # bits of FEATURES, as in scores.cuh
+# Kibibytes of shared memory that a block may have; a GPU not listed has at least the last number.
+SHARED_LIMITS = {
+    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
+    "sm_100": 227, "sm_103": 227, "sm_110": 227, "sm_120": 99, "sm_121": 99,
+}  # fmt: skip
 OPEN_WINDOW = 2**30  # scores.cuh: a window without an end
 
 AXES = ("batch", "head", "row", "col")
@@ -59,6 +64,15 @@ ATTENTION_DELTA = Signature(
 def cdiv(a: int, b: int) -> int:
     """A / b, rounded up."""
     return -(-a // b)
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory that a block may have on `arch`."""
+    return SHARED_LIMITS.get(arch, SHARED_LIMITS["sm_121"]) * 1024
+
+
+class NotWrittenError(Exception):
+    """A launcher has no instance of its kernel for a problem; the message is a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,57 +146,88 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
     """Tiles, online softmax and recompute on CUDA cores; fp32 tiles whatever the dtype."""
     forward = problem.op == "attention"
     dims = (_padded(problem.head_dim), _padded(problem.head_dim_v))
-    wide = max(dims)
-    block_m, block_n, threads = FLASH_SIMT_TILES[forward, problem.acc_dtype, wide]
-    itemsize = DTYPES[problem.dtype].itemsize
-    vec = 16 // itemsize
-    if problem.alignment < 16 or problem.head_dim % vec or problem.head_dim_v % vec:
-        vec = 1
+    acc_bytes = DTYPES[problem.acc_dtype].itemsize
+
+    def shared_memory(tile: Tile) -> int:
+        def size(rows: int, cols: int) -> int:  # tiles.cuh, tile_size
+            width = 16 // acc_bytes
+            return cdiv(rows, width) * width * (cols + 1)
+
+        held = [(tile.block_n, dims[0]), (tile.block_n, dims[1]), (tile.block_m, dims[0])]
+        if not forward:
+            held.append((tile.block_m, dims[1]))
+        held.append((tile.block_m, tile.block_n))
+        return acc_bytes * sum(size(*shape) for shape in held) + (0 if forward else 16)
+
+    tiles = FLASH_SIMT_TILES.get((forward, problem.acc_dtype, max(dims)), ())
+    roomy = [tile for tile in tiles if not features(problem) & ~tile.features]
+    if not roomy:
+        raise NotWrittenError(f"it has no {problem.dtype} tiles for head_dim {max(dims)}")
+    fitting = [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)]
+    tile = (fitting or roomy[-1:])[0]
     # cp.async copies bytes, so it loads no dtype that has to be converted; sm_75 has none.
     cp_async = int(problem.dtype == problem.acc_dtype and int(arch.removeprefix("sm_")) >= 80)
     constants = (
-        ("T", problem.dtype), ("BLOCK_M", block_m), ("BLOCK_N", block_n),
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
-        ("VEC", vec), ("ASYNC", cp_async), ("THREADS", threads),
+        ("VEC", _vector_length(problem)), ("ASYNC", cp_async), ("THREADS", tile.threads),
     )  # fmt: skip
-    acc_bytes = DTYPES[problem.acc_dtype].itemsize
-
-    def tile(rows: int, cols: int) -> int:  # tiles.cuh, tile_size
-        width = 16 // acc_bytes
-        return cdiv(rows, width) * width * (cols + 1)
-
-    tiles_q = cdiv(problem.seqlen_q, block_m)
+    tiles_q = cdiv(problem.seqlen_q, tile.block_m)
     if forward:
         entry = Entry("attention_flash_simt_fwd", "attention_flash_simt_fwd", constants, FLASH_FWD)
-        shared = tile(block_m, dims[0]) + tile(block_n, dims[0]) + tile(block_n, dims[1])
-        shared += tile(block_m, block_n)
         grid = problem.batch * problem.heads_q * tiles_q
-        return Work((Launch(entry, grid, threads, acc_bytes * shared),))
+        return Work((Launch(entry, grid, tile.threads, shared_memory(tile)),))
     entry = Entry("attention_flash_simt_bwd", "attention_flash_simt_bwd", constants, FLASH_SIMT_BWD)
-    shared = sum(tile(rows, cols) for rows in (block_m, block_n) for cols in dims)
-    shared += tile(block_m, block_n)
-    grid = problem.batch * problem.heads_kv * max(1, cdiv(problem.seqlen_k, block_n))
+    grid = problem.batch * problem.heads_kv * max(1, cdiv(problem.seqlen_k, tile.block_n))
     delta, delta_space = _delta(problem)
     queries = problem.batch * problem.heads_q * tiles_q
     return Work(
-        (delta, Launch(entry, grid, threads, acc_bytes * shared + 16), *_dbias(problem)),
+        (delta, Launch(entry, grid, tile.threads, shared_memory(tile)), *_dbias(problem)),
         (
             delta_space,
-            Workspace("dq_acc", (queries, block_m, dims[0]), problem.acc_dtype),
+            Workspace("dq_acc", (queries, tile.block_m, dims[0]), problem.acc_dtype),
             Workspace("turns", (1 + queries,), "int32", zeroed=True),
         ),
     )
 
 
-# (forward, dtype of the tiles, padded head_dim) -> BLOCK_M, BLOCK_N, THREADS
+def _vector_length(problem: Problem) -> int:
+    """Elements in the 16 bytes that a thread moves at once, or 1 where rows do not allow it."""
+    length = 16 // DTYPES[problem.dtype].itemsize
+    if problem.alignment < 16 or problem.head_dim % length or problem.head_dim_v % length:
+        return 1
+    return length
+
+
+class Tile(NamedTuple):
+    """A choice of tiles: which FEATURES its registers have room for, beside the sizes."""
+
+    block_m: int
+    block_n: int
+    threads: int
+    features: int = RANGE | MASK | BIAS | SOFTCAP
+
+
+# (forward, dtype of the tiles, padded head_dim) -> tiles, fastest first. The first one runs whose
+# shared memory the GPU has and which spills no registers with the problem's FEATURES.
 FLASH_SIMT_TILES = {
-    (True, "float32", 64): (128, 64, 256),
+    (True, "float32", 64): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128), Tile(32, 32, 64)),
+    (True, "float32", 128): (Tile(64, 64, 128), Tile(64, 32, 128), Tile(32, 32, 128)),
+    (True, "float32", 256): (Tile(64, 64, 256), Tile(64, 32, 256), Tile(16, 32, 128)),
+    (True, "float64", 64): (Tile(64, 32, 128), Tile(32, 32, 128)),
+    (True, "float64", 128): (Tile(64, 32, 256), Tile(32, 32, 256)),
+    (True, "float64", 256): (Tile(32, 32, 256), Tile(32, 16, 256), Tile(16, 16, 128)),
+    (False, "float32", 64): (Tile(64, 64, 128), Tile(32, 32, 64)),
+    (False, "float32", 128): (Tile(64, 128, 256, RANGE), Tile(64, 32, 128), Tile(32, 32, 128)),
+    (False, "float32", 256): (Tile(64, 32, 256), Tile(16, 32, 128)),
+    (False, "float64", 64): (Tile(32, 32, 128),),
+    (False, "float64", 128): (Tile(32, 32, 256),),
 }
 
 
 def _padded(head_dim: int) -> int:
     """The head_dim that a tile has room for."""
-    return next(size for size in (64, 128, 256) if size >= head_dim)
+    return next(size for size in (64, 128, 256, head_dim) if size >= head_dim)
 
 
 def attention_naive(problem: Problem, arch: str) -> Work:

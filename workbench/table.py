@@ -18,20 +18,10 @@ ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Rows and columns are 32-bit inside a kernel, with room to add a window to them.
 SEQLEN_LIMIT = 2**30 - 1
 GRID_LIMIT = 2**31 - 1
-# Kibibytes of shared memory that a block may have; a GPU not listed has at least the last number.
-SHARED_LIMITS = {
-    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
-    "sm_100": 227, "sm_103": 227, "sm_110": 227, "sm_120": 99, "sm_121": 99,
-}  # fmt: skip
 SPELLED_OUT = {
     "attention": "attention forward and backward",
     "vector_add": "the sum of two vectors",
 }
-
-
-def shared_limit(arch: str) -> int:
-    """Bytes of shared memory that a block may have on `arch`."""
-    return SHARED_LIMITS.get(arch, SHARED_LIMITS["sm_121"]) * 1024
 
 
 class NoKernelError(ValueError):
@@ -87,15 +77,19 @@ class Kernel:
                 for axis in ("seqlen_q", "seqlen_k")
                 if getattr(problem, axis) > SEQLEN_LIMIT
             ]
-        if not reasons:
+        if reasons:
+            return reasons
+        try:
             launches = self.work(problem, arch).launches
-            shared = max(launch.shared_memory for launch in launches)
-            limit = shared_limit(arch)
-            if shared > limit:
-                reasons.append(f"it takes {shared} bytes of shared memory, {arch} has {limit}")
-            blocks = max(launch.grid for launch in launches)
-            if blocks > GRID_LIMIT:
-                reasons.append(f"it would take {blocks} blocks, a grid holds 2**31 - 1")
+        except launchers.NotWrittenError as error:
+            return [str(error)]
+        shared = max(launch.shared_memory for launch in launches)
+        limit = launchers.shared_limit(arch)
+        if shared > limit:
+            reasons.append(f"it takes {shared} bytes of shared memory, {arch} has {limit}")
+        blocks = max(launch.grid for launch in launches)
+        if blocks > GRID_LIMIT:
+            reasons.append(f"it would take {blocks} blocks, a grid holds 2**31 - 1")
         return reasons
 
 
