@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import compile as compiler
-from workbench import launchers
+from workbench import launchers, table
 from workbench.launchers import Launch
 
 

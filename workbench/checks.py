@@ -718,7 +718,7 @@ def _device_strides(arrays: Arrays) -> tuple[tuple[tuple[str, tuple[int, ...]], 
             continue
         if name in ("mask", "bias", "dbias"):
             # 0 along every axis of length 1, so that a dbias repeats where the bias did.
-            steps = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
+            steps = (0 if n == 1 else s for s, n in zip(x.strides, x.shape, strict=True))
         else:
             steps = (s for s in x.strides[:3])
             bits |= x.data.ptr if is_device_array(x) else x.ctypes.data

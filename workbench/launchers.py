@@ -55,6 +55,10 @@ FLASH_SIMT_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dq, T* dk, T* dv",
     "dout q k v dq dk dv",
 )
+DBIAS = Signature(
+    "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dbias, Strides dout_strides, "
+    f"Strides q_strides, Strides k_strides, Strides v_strides, Strides4 dbias_strides, {SIZES}"
+)
 ATTENTION_DELTA = Signature(
     "T* dout, T* out, Acc* dlse, Acc* delta, Strides dout_strides, Strides out_strides, "
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
@@ -139,7 +143,28 @@ def _dbias(problem: Problem) -> tuple[Launch, ...]:
     """The bias's gradient, if it was asked for: a block takes a tile of it."""
     if not problem.return_dbias:
         return ()
-    raise NotImplementedError
+    constants = _matmul_constants(problem)
+    block = dict(constants)["BLOCK"]
+    along = dict(problem.strides)["dbias"]  # 0 where the bias was broadcast
+    sizes = (
+        problem.batch,
+        problem.heads_q,
+        cdiv(problem.seqlen_q, block),
+        cdiv(problem.seqlen_k, block),
+    )
+    grid = math.prod(size for size, stride in zip(sizes, along, strict=True) if stride)
+    return (Launch(Entry("attention_dbias", "attention_dbias", constants, DBIAS), grid, 256),)
+
+
+def _matmul_constants(problem: Problem) -> tuple[tuple[str, Any], ...]:
+    """Template parameters of the kernels that use matmul.cuh.
+
+    Its 16 x 16 threads have 4 x 4 results each; 2 x 2 where registers are half as many.
+    """
+    block = 32 if problem.acc_dtype == "float64" else 64
+    return (
+        ("T", problem.dtype), ("BLOCK", block), ("BLOCK_K", 16), ("FEATURES", features(problem)),
+    )  # fmt: skip
 
 
 def attention_flash_simt(problem: Problem, arch: str) -> Work:
@@ -255,14 +280,8 @@ def attention_naive(problem: Problem, arch: str) -> Work:
 def attention_tiled(problem: Problem, arch: str) -> Work:
     """Shared-memory tiles for the matrix products; the scores in device memory."""
     del arch
-    # matmul.cuh: 16 x 16 threads, each of 4 x 4 results; of 2 x 2 where registers are half as many.
-    block, threads = 32 if problem.acc_dtype == "float64" else 64, 256
-    constants = (
-        ("T", problem.dtype),
-        ("BLOCK", block),
-        ("BLOCK_K", 16),
-        ("FEATURES", features(problem)),
-    )
+    constants = _matmul_constants(problem)
+    block, threads = dict(constants)["BLOCK"], 256
     q_tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block)
     k_tiles = problem.batch * problem.heads_kv * cdiv(problem.seqlen_k, block)
     if problem.op == "attention":
