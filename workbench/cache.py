@@ -13,10 +13,13 @@ import json
 import os
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
 LIMIT_BYTES = 256 * 2**20
+SUFFIX = ".kernel"  # nothing else in the folder is ours to touch
+ABANDONED_SECONDS = 3600  # a file still being written after this has lost its writer
 
 
 def folder() -> Path:
@@ -35,7 +38,7 @@ def folder() -> Path:
 
 def read(name: str) -> tuple[bytes, str] | None:
     """A cached (cubin, symbol), or None; an entry that is damaged counts as missing."""
-    path = folder() / name
+    path = folder() / (name + SUFFIX)
     try:
         data = path.read_bytes()
         os.utime(path)  # the least recently used are the first to go
@@ -62,10 +65,12 @@ def write(name: str, code: bytes, symbol: str) -> None:
     temporary = None
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".new-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=place, prefix=".new-", suffix=SUFFIX, delete=False
+        ) as file:
             temporary = Path(file.name)
             file.write(header.encode() + b"\n" + code)
-        temporary.replace(place / name)
+        temporary.replace(place / (name + SUFFIX))
         temporary = None
         _trim(place)
     except OSError as error:
@@ -86,14 +91,15 @@ def _warn(place: str, reason: str) -> None:
 
 
 def _entries(place: Path) -> list[tuple[float, int, Path]]:
-    """(last use, bytes, path) of every entry; files that other processes remove are skipped."""
+    """(last use, bytes, path) of every entry; what other processes write or remove is skipped."""
     entries = []
-    for path in place.iterdir():
+    for path in place.glob(f"*{SUFFIX}"):
         try:
             status = path.stat()
         except OSError:
             continue
-        if path.is_file():
+        abandoned = time.time() - status.st_mtime > ABANDONED_SECONDS
+        if abandoned or not path.name.startswith(".new-"):
             entries.append((status.st_mtime, status.st_size, path))
     return sorted(entries)
 

@@ -145,7 +145,8 @@ def _dbias(problem: Problem) -> tuple[Launch, ...]:
         return ()
     constants = _matmul_constants(problem)
     block = dict(constants)["BLOCK"]
-    along = dict(problem.strides)["dbias"]  # 0 where the bias was broadcast
+    # 0 where the bias was broadcast; a problem that has no arrays yet stands for a whole bias.
+    along = dict(problem.strides).get("dbias", (1, 1, 1, 1))
     sizes = (
         problem.batch,
         problem.heads_q,
