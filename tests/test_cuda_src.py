@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from building import gate, needs, parameters
+from oracle import hold, random_example
 from sources import cuda_entries, folder, header, helpers, read, stems
 
+from workbench import compile as compiler
+from workbench import table
 from workbench.launchers import Launch
 
 STEMS = stems("cuda")
@@ -119,31 +125,69 @@ def test_the_reader_of_comments_knows_code() -> None:
 
 # ------------------------------------------------------------------------ as a user compiles it
 
-RANGE = 1
+
+def user_module(stem: str, *expressions: str) -> Any:
+    """What anybody can write: CuPy, a file of ours and the folder of our headers."""
+    import cupy
+
+    return cupy.RawModule(
+        code=read("cuda", stem),
+        options=(f"-I{folder('cuda')}", "-std=c++17"),
+        name_expressions=expressions,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stem", STEMS)
 def test_compiles_from_a_users_script(stem: str) -> None:
-    """Through cupy.RawModule alone: no part of the workbench, but its files."""
     import cupy
 
-    from workbench import compile as compiler
-    from workbench import table
-
     arch = f"sm_{cupy.cuda.Device().compute_capability}"
-    for name in [entry.name for entry in cuda_entries(stem)]:
-        launch = next(
-            launch
-            for launches in table.compile_units(arch).values()
-            for launch in launches
-            if launch.entry.name == name
-        )
-        values = [compiler.CUDA_TYPES.get(str(v), str(v)) for _, v in launch.entry.constants]
-        expression = f"{name}<{', '.join(values)}>"
-        module = cupy.RawModule(
-            code=read("cuda", stem),
-            options=(f"-I{folder('cuda')}", "-std=c++17"),
-            name_expressions=[expression],
-        )
-        assert module.get_function(expression).num_regs > 0
+    instances = {
+        launch.entry.name: dict(launch.entry.constants)
+        for launches in table.compile_units(arch).values()
+        for launch in launches
+    }
+    for entry in cuda_entries(stem):
+        values = instances[entry.name].values()
+        arguments = ", ".join(compiler.CUDA_TYPES.get(str(v), str(v)) for v in values)
+        expression = f"{entry.name}<{arguments}>"
+        assert user_module(stem, expression).get_function(expression).num_regs > 0
+
+
+@pytest.mark.gpu
+def test_runs_from_a_users_script() -> None:
+    import cupy
+
+    kernel = user_module("vector_add", "vector_add<float>").get_function("vector_add<float>")
+    a, b = cupy.arange(1000, dtype=np.float32), cupy.ones(1000, np.float32)
+    out = cupy.zeros_like(a)
+    kernel((4,), (256,), (a, b, out, np.int64(a.size)))
+    np.testing.assert_array_equal(out.get(), np.arange(1000, dtype=np.float32) + 1)
+
+
+@pytest.mark.gpu
+def test_attention_runs_from_a_users_script() -> None:
+    """Structs are passed as NumPy records, eight bytes a field."""
+    import cupy
+
+    expression = "attention_naive_fwd<float, 0>"
+    kernel = user_module("attention_naive_fwd", expression).get_function(expression)
+    e = random_example(0, batch=2, heads_q=4, heads_kv=2, seqlen_q=33, seqlen_k=65)
+    q, k, v = (cupy.asarray(x) for x in (e.q, e.k, e.v))
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:3], np.float32)
+    scores = cupy.empty((*q.shape[:3], k.shape[2]), np.float32)
+
+    def strides(x: Any) -> np.ndarray:
+        return np.array([s // x.itemsize for s in x.strides[:3]], np.int64).view("V24")[0]
+
+    score = np.zeros(17, np.int64)
+    score[:1].view(np.float64)[0] = q.shape[3] ** -0.5
+    sizes = (2, 4, 2, 33, 65, 32, 32)
+    kernel(
+        (2 * 4 * 33 // 4,),
+        (128,),
+        (q, k, v, out, lse, scores, *map(strides, (q, k, v, out)), *map(np.int64, sizes),
+         score.view("V136")[0]),
+    )  # fmt: skip
+    hold(replace(e, dout=None), {"out": out, "lse": lse})

@@ -21,7 +21,8 @@ import pytest
 from oracle import DTYPES, PROBLEMS, Example, as_numpy, check, hold, random_example, run
 
 import workbench
-from workbench import KERNELS
+from workbench import KERNELS, launchers
+from workbench.checks import VectorProblem
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
 ADDITION = [row for row in KERNELS if row.op == "vector_add"]
@@ -523,6 +524,30 @@ def test_vector_add_strides(row: Any, backend: str) -> None:
         with gaps(backend):
             got = workbench.vector_add(place(x), place(y), backend=backend, kernel=kernel)
             np.testing.assert_array_equal(as_numpy(got), sums(x, y), err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("language", ["cuda", "numba"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_small_grid_strides_over_all(stride: int, language: str) -> None:
+    """Only vectors of billions of elements fill the largest grid: here it has three blocks."""
+    import cupy
+
+    size = 100_003
+    strides = tuple((name, (stride,)) for name in ("a", "b", "out"))
+    problem = VectorProblem("vector_add", "float32", (size,), strides)
+    (launch,) = launchers.vector_add_vec4(problem, "sm_80").launches
+    assert launch.grid > 3
+    work = launchers.Work((replace(launch, grid=3),))
+    plan = launchers.Plan("vector_add_vec4", work, problem, language, cupy.cuda.Device().id)
+    a, b = (numbers(size * stride, seed=seed, dtype="float32") for seed in (1, 2))
+    with gaps(language):
+        there = {"a": on_device(a), "b": on_device(b), "out": on_device(np.full_like(a, 7))}
+        with plan.on_device() as captured:
+            plan.run({name: x.data.ptr for name, x in there.items()}, captured)
+        want = np.full_like(a, 7)
+        want[::stride] = sums(a[::stride], b[::stride])
+        np.testing.assert_array_equal(as_numpy(there["out"]), want)
 
 
 @targets(ADDITION)
