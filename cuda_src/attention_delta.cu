@@ -27,8 +27,8 @@ __global__ void attention_delta(const T* dout,         // (batch, heads_q, seqle
   int64 row = warp % seqlen_q;
   int64 head = warp / seqlen_q % heads_q;
   int64 batch_index = warp / seqlen_q / heads_q;
-  dout += batch_index * dout_strides.batch + head * dout_strides.head + row * dout_strides.row;
-  out += batch_index * out_strides.batch + head * out_strides.head + row * out_strides.row;
+  dout += offset_of(dout_strides, batch_index, head, row);
+  out += offset_of(out_strides, batch_index, head, row);
 
   // 1. delta = rowsum(dout * out)
   Acc sum = 0;

@@ -48,11 +48,11 @@ __global__ void attention_naive_bwd_dq(const T* dout,  // (batch, heads_q, seqle
   int64 head = warp / seqlen_q % heads_q;
   int64 head_kv = head / (heads_q / heads_kv);
   int64 batch_index = warp / seqlen_q / heads_q;
-  dout += batch_index * dout_strides.batch + head * dout_strides.head + row * dout_strides.row;
-  q += batch_index * q_strides.batch + head * q_strides.head + row * q_strides.row;
-  k += batch_index * k_strides.batch + head_kv * k_strides.head;
-  v += batch_index * v_strides.batch + head_kv * v_strides.head;
-  dq += batch_index * dq_strides.batch + head * dq_strides.head + row * dq_strides.row;
+  dout += offset_of(dout_strides, batch_index, head, row);
+  q += offset_of(q_strides, batch_index, head, row);
+  k += offset_of(k_strides, batch_index, head_kv, 0);
+  v += offset_of(v_strides, batch_index, head_kv, 0);
+  dq += offset_of(dq_strides, batch_index, head, row);
   p += warp * seqlen_k;
   ds += warp * seqlen_k;
   Acc row_lse = finite_or_zero(lse[warp]);
@@ -124,8 +124,8 @@ __global__ void attention_naive_bwd_dkdv(
   int64 head_kv = int64(blockIdx.x) / seqlen_k % heads_kv;
   int64 batch_index = int64(blockIdx.x) / seqlen_k / heads_kv;
   int64 group = heads_q / heads_kv;
-  dk += batch_index * dk_strides.batch + head_kv * dk_strides.head + col * dk_strides.row;
-  dv += batch_index * dv_strides.batch + head_kv * dv_strides.head + col * dv_strides.row;
+  dk += offset_of(dk_strides, batch_index, head_kv, col);
+  dv += offset_of(dv_strides, batch_index, head_kv, col);
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int q_begin = first_query<FEATURES>(band, col);
   int q_end = last_query<FEATURES>(band, col + 1);
@@ -136,8 +136,8 @@ __global__ void attention_naive_bwd_dkdv(
     Acc dv_acc = 0;
 
     for (int64 head = head_kv * group; head < (head_kv + 1) * group; ++head) {
-      const T* dout_head = dout + batch_index * dout_strides.batch + head * dout_strides.head;
-      const T* q_head = q + batch_index * q_strides.batch + head * q_strides.head;
+      const T* dout_head = dout + offset_of(dout_strides, batch_index, head, 0);
+      const T* q_head = q + offset_of(q_strides, batch_index, head, 0);
       int64 rows = (batch_index * heads_q + head) * seqlen_q;
       for (int row = q_begin; row < q_end; ++row) {
         int64 at = (rows + row) * seqlen_k + col;

@@ -3,8 +3,8 @@
 //   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 //
 // The first attention kernel to read. It keeps a row of scores where the textbook has it, in an
-// N x N matrix in global memory, and goes over it three times. The steps carry the numbers they have
-// in all forwards; 2, 4a and 4c come with tiles.
+// N x N matrix in global memory, and goes over it three times. The steps carry the numbers they
+// have in all forwards; 2, 4a and 4c come with tiles.
 //
 // Work split:    a warp takes a query row; a lane takes every 32nd key, then every 32nd column
 // Shared memory: none
@@ -42,10 +42,10 @@ __global__ void attention_naive_fwd(const T* q,        // (batch, heads_q, seqle
   int64 head = warp / seqlen_q % heads_q;
   int64 head_kv = head / (heads_q / heads_kv);
   int64 batch_index = warp / seqlen_q / heads_q;
-  q += batch_index * q_strides.batch + head * q_strides.head + row * q_strides.row;
-  k += batch_index * k_strides.batch + head_kv * k_strides.head;
-  v += batch_index * v_strides.batch + head_kv * v_strides.head;
-  out += batch_index * out_strides.batch + head * out_strides.head + row * out_strides.row;
+  q += offset_of(q_strides, batch_index, head, row);
+  k += offset_of(k_strides, batch_index, head_kv, 0);
+  v += offset_of(v_strides, batch_index, head_kv, 0);
+  out += offset_of(out_strides, batch_index, head, row);
   scores += warp * seqlen_k;
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int k_begin = first_key<FEATURES>(band, row);

@@ -42,6 +42,13 @@ struct Strides {
   int64 batch, head, row;
 };
 
+__device__ __forceinline__ int64 offset_of(Strides strides,
+                                           int64 batch_index,
+                                           int64 head,
+                                           int64 row) {
+  return batch_index * strides.batch + head * strides.head + row * strides.row;
+}
+
 // The same with a free last axis, for masks and biases; 0 along every axis that is broadcast.
 struct Strides4 {
   int64 batch, head, row, col;

@@ -14,7 +14,7 @@
 #include "common.cuh"
 
 // Where element i of a C-contiguous array of this shape lies in one with these strides.
-__device__ __forceinline__ int64 offset_of(int64 i, Shape4 shape, Strides4 strides) {
+__device__ __forceinline__ int64 strided_offset(int64 i, Shape4 shape, Strides4 strides) {
   int64 rows = i / shape.col;
   int64 heads = rows / shape.row;
   int64 batches = heads / shape.head;
@@ -74,9 +74,9 @@ __global__ void vector_add_vec4(const T* a,  // shape; contiguous unless STRIDED
   for (int64 single = thread; single < size - vectors * LENGTH; single += threads) {
     int64 i = single < head ? single : single + vectors * LENGTH;
     if (STRIDED) {
-      Acc sum =
-          to_acc(a[offset_of(i, shape, a_strides)]) + to_acc(b[offset_of(i, shape, b_strides)]);
-      out[offset_of(i, shape, out_strides)] = from_acc<T>(sum);
+      Acc sum = to_acc(a[strided_offset(i, shape, a_strides)]) +
+                to_acc(b[strided_offset(i, shape, b_strides)]);
+      out[strided_offset(i, shape, out_strides)] = from_acc<T>(sum);
     } else {
       out[i] = from_acc<T>(to_acc(a[i]) + to_acc(b[i]));
     }

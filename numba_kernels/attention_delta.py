@@ -12,7 +12,7 @@ Launched by:   workbench/launchers.py, first of every backward
 from numba import cuda
 from numba.cuda import types
 
-from .common import acc_t, advance, div, is_null, rem, to_acc, warp_sum
+from .common import acc_t, advance, div, is_null, offset_of, rem, to_acc, warp_sum
 
 
 def attention_delta(T):
@@ -41,11 +41,9 @@ def attention_delta(T):
         batch_index = div(div(warp, seqlen_q), heads_q)
         dout = advance(
             dout,
-            batch_index * dout_strides.batch + head * dout_strides.head + row * dout_strides.row,
+            offset_of(dout_strides, batch_index, head, row),
         )
-        out = advance(
-            out, batch_index * out_strides.batch + head * out_strides.head + row * out_strides.row
-        )
+        out = advance(out, offset_of(out_strides, batch_index, head, row))
 
         # 1. delta = rowsum(dout * out)
         total = Acc(0)

@@ -18,7 +18,7 @@ Launched by:   workbench/launchers.py, attention_naive, after attention_delta
 from numba import cuda
 from numba.cuda import types
 
-from .common import acc_t, advance, div, exp_of, from_acc, rem, to_acc
+from .common import acc_t, advance, div, exp_of, from_acc, offset_of, rem, to_acc
 from .scores import (
     biased_score,
     capped_score,
@@ -73,14 +73,12 @@ def attention_naive_bwd_dq(T, FEATURES):
         batch_index = div(div(warp, seqlen_q), heads_q)
         dout = advance(
             dout,
-            batch_index * dout_strides.batch + head * dout_strides.head + row * dout_strides.row,
+            offset_of(dout_strides, batch_index, head, row),
         )
-        q = advance(q, batch_index * q_strides.batch + head * q_strides.head + row * q_strides.row)
-        k = advance(k, batch_index * k_strides.batch + head_kv * k_strides.head)
-        v = advance(v, batch_index * v_strides.batch + head_kv * v_strides.head)
-        dq = advance(
-            dq, batch_index * dq_strides.batch + head * dq_strides.head + row * dq_strides.row
-        )
+        q = advance(q, offset_of(q_strides, batch_index, head, row))
+        k = advance(k, offset_of(k_strides, batch_index, head_kv, 0))
+        v = advance(v, offset_of(v_strides, batch_index, head_kv, 0))
+        dq = advance(dq, offset_of(dq_strides, batch_index, head, row))
         p = advance(p, warp * seqlen_k)
         ds = advance(ds, warp * seqlen_k)
         row_lse = finite_or_zero(lse[warp])
@@ -166,12 +164,8 @@ def attention_naive_bwd_dkdv(T, FEATURES):
         head_kv = rem(div(block, seqlen_k), heads_kv)
         batch_index = div(div(block, seqlen_k), heads_kv)
         group = div(heads_q, heads_kv)
-        dk = advance(
-            dk, batch_index * dk_strides.batch + head_kv * dk_strides.head + col * dk_strides.row
-        )
-        dv = advance(
-            dv, batch_index * dv_strides.batch + head_kv * dv_strides.head + col * dv_strides.row
-        )
+        dk = advance(dk, offset_of(dk_strides, batch_index, head_kv, col))
+        dv = advance(dv, offset_of(dv_strides, batch_index, head_kv, col))
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         q_begin = first_query(FEATURES, band, col)
         q_end = last_query(FEATURES, band, col + 1)
@@ -184,10 +178,8 @@ def attention_naive_bwd_dkdv(T, FEATURES):
 
             head = head_kv * group
             while head < (head_kv + 1) * group:
-                dout_head = advance(
-                    dout, batch_index * dout_strides.batch + head * dout_strides.head
-                )
-                q_head = advance(q, batch_index * q_strides.batch + head * q_strides.head)
+                dout_head = advance(dout, offset_of(dout_strides, batch_index, head, 0))
+                q_head = advance(q, offset_of(q_strides, batch_index, head, 0))
                 rows = (batch_index * heads_q + head) * seqlen_q
                 row = q_begin
                 while row < q_end:

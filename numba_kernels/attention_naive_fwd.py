@@ -3,8 +3,8 @@
   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 
 The first attention kernel to read. It keeps a row of scores where the textbook has it, in an
-N x N matrix in global memory, and goes over it three times. The steps carry the numbers they have
-in all forwards; 2, 4a and 4c come with tiles.
+N x N matrix in global memory, and goes over it three times. The steps carry the numbers they
+have in all forwards; 2, 4a and 4c come with tiles.
 
 Work split:    a warp takes a query row; a lane takes every 32nd key, then every 32nd column
 Shared memory: none
@@ -18,7 +18,19 @@ import math
 from numba import cuda
 from numba.cuda import types
 
-from .common import INF, acc_t, advance, div, exp_of, from_acc, rem, to_acc, warp_max, warp_sum
+from .common import (
+    INF,
+    acc_t,
+    advance,
+    div,
+    exp_of,
+    from_acc,
+    offset_of,
+    rem,
+    to_acc,
+    warp_max,
+    warp_sum,
+)
 from .scores import finite_or_zero, first_key, key_range, last_key, score_of, sees
 
 
@@ -56,12 +68,10 @@ def attention_naive_fwd(T, FEATURES):
         head = rem(div(warp, seqlen_q), heads_q)
         head_kv = div(head, div(heads_q, heads_kv))
         batch_index = div(div(warp, seqlen_q), heads_q)
-        q = advance(q, batch_index * q_strides.batch + head * q_strides.head + row * q_strides.row)
-        k = advance(k, batch_index * k_strides.batch + head_kv * k_strides.head)
-        v = advance(v, batch_index * v_strides.batch + head_kv * v_strides.head)
-        out = advance(
-            out, batch_index * out_strides.batch + head * out_strides.head + row * out_strides.row
-        )
+        q = advance(q, offset_of(q_strides, batch_index, head, row))
+        k = advance(k, offset_of(k_strides, batch_index, head_kv, 0))
+        v = advance(v, offset_of(v_strides, batch_index, head_kv, 0))
+        out = advance(out, offset_of(out_strides, batch_index, head, row))
         scores = advance(scores, warp * seqlen_k)
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         k_begin = first_key(FEATURES, band, row)

@@ -34,6 +34,11 @@ _FLOAT = ir.FloatType()
 _DOUBLE = ir.DoubleType()
 
 
+@cuda.jit(device=True, forceinline=True)
+def offset_of(strides, batch_index, head, row):
+    return batch_index * strides.batch + head * strides.head + row * strides.row
+
+
 def acc_t(T):
     return types.float64 if types.float64 == T else types.float32
 

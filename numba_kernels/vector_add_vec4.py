@@ -21,7 +21,7 @@ from .common import acc_t, address_of, div, from_acc, load16, store16, to_acc, v
 
 # Where element i of a C-contiguous array of this shape lies in one with these strides.
 @cuda.jit(device=True, forceinline=True)
-def offset_of(i, shape, strides):
+def strided_offset(i, shape, strides):
     rows = div(i, shape.col)
     heads = div(rows, shape.row)
     batches = div(heads, shape.head)
@@ -91,9 +91,9 @@ def vector_add_vec4(T, STRIDED, UNROLL):
         while single < size - vectors * LENGTH:
             i = single if single < head else single + vectors * LENGTH
             if STRIDED:
-                total = to_acc(a[offset_of(i, shape, a_strides)])
-                total += to_acc(b[offset_of(i, shape, b_strides)])
-                out[offset_of(i, shape, out_strides)] = from_acc(T, total)
+                total = to_acc(a[strided_offset(i, shape, a_strides)])
+                total += to_acc(b[strided_offset(i, shape, b_strides)])
+                out[strided_offset(i, shape, out_strides)] = from_acc(T, total)
             else:
                 out[i] = from_acc(T, to_acc(a[i]) + to_acc(b[i]))
             single += threads
