@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
                     ScoreParams<acc_t<T>> score) {
   using Acc = acc_t<T>;
   constexpr int OWN = BLOCK / MATMUL_SIDE;
-  static_assert(BLOCK_K >= MATMUL_SIDE, "a_smem holds a row of sums for each row of threads");
   __shared__ Acc a_smem[BLOCK_K][BLOCK + 1];
   __shared__ Acc b_smem[BLOCK_K][BLOCK + 1];
 
@@ -113,6 +112,7 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   }
   if (dbias_strides.row == 0) {
     __syncthreads();  // the last product's operands have been read
+    // of a_smem each row of threads takes one row: BLOCK_K must be 16 or more
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
 #pragma unroll

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   int y = threadIdx.x / MATMUL_SIDE;
   int x = threadIdx.x % MATMUL_SIDE;
 
-  // 4c. dv += p^T dout
+  // The product is left^T right: p and dout for dv, ds and q for dk
   const Acc* left = p;
   const T* right = dout;
   T* grad = dv;
@@ -183,8 +183,6 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   Strides grad_strides = dv_strides;
   int grad_dim = head_dim_v;
   Acc scale = 1;
-
-  // 4e. dk += ds^T q
   if (!makes_dv) {
     left = ds;
     right = q;
@@ -201,6 +199,8 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
     // 3. Start dk and dv
     Acc acc[OWN][OWN] = {};
     for (int64 head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+      // 4c. dv += p^T dout, in a block that makes dv
+      // 4e. dk += ds^T q, in a block that makes dk
       int64 rows_before = (batch_index * heads_q + head) * seqlen_q + q_begin;
       const Acc* left_tile = left + rows_before * seqlen_k + k_start;
       const T* right_tile = right + head * right_strides.head + d_start;

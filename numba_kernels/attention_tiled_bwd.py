@@ -246,7 +246,7 @@ def attention_tiled_bwd_dkdv(T, BLOCK, BLOCK_K, FEATURES):
         y = div(cuda.threadIdx.x, MATMUL_SIDE)
         x = rem(cuda.threadIdx.x, MATMUL_SIDE)
 
-        # 4c. dv += p^T dout
+        # The product is left^T right: p and dout for dv, ds and q for dk
         left = p
         right = dout
         grad = dv
@@ -254,8 +254,6 @@ def attention_tiled_bwd_dkdv(T, BLOCK, BLOCK_K, FEATURES):
         grad_strides = dv_strides
         grad_dim = head_dim_v
         scale = Acc(1)
-
-        # 4e. dk += ds^T q
         if not makes_dv:
             left = ds
             right = q
@@ -277,6 +275,8 @@ def attention_tiled_bwd_dkdv(T, BLOCK, BLOCK_K, FEATURES):
             cols = grad_dim - d_start
             head = head_kv * group
             while head < (head_kv + 1) * group:
+                # 4c. dv += p^T dout, in a block that makes dv
+                # 4e. dk += ds^T q, in a block that makes dk
                 rows_before = (batch_index * heads_q + head) * seqlen_q + q_begin
                 left_tile = advance(left, rows_before * seqlen_k + k_start)
                 right_tile = advance(right, head * right_strides.head + d_start)
