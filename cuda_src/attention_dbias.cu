@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
     }
   }
   if (dbias_strides.row == 0) {
+    // Each row of threads takes a row of a_smem, which has at least 16
     __syncthreads();  // the last product's operands have been read
-    // of a_smem each row of threads takes one row: BLOCK_K must be 16 or more
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
 #pragma unroll

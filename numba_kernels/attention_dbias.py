@@ -151,8 +151,8 @@ def attention_dbias(T, BLOCK, BLOCK_K, FEATURES):
                     acc[i, 0] += acc[i, j]
                 acc[i, 0] = warp_sum(acc[i, 0], MATMUL_SIDE)
         if dbias_strides.row == 0:
+            # Each row of threads takes a row of a_smem, which has at least 16
             cuda.syncthreads()  # the last product's operands have been read
-            # of a_smem each row of threads takes one row: BLOCK_K must be 16 or more
             for j in range(OWN):
                 for i in range(1, OWN):
                     acc[0, j] += acc[i, j]
