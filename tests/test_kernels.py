@@ -283,7 +283,7 @@ def test_every_shape_of_a_bias_and_its_gradient(row: Any, backend: str) -> None:
 
 @attention_targets
 def test_a_bias_of_fewer_axes(row: Any, backend: str) -> None:
-    for ndim in range(4):
+    for ndim in range(1, 4):
         e = random_example(5, batch=2, seqlen_q=33, seqlen_k=70, bias="bhqk"[4 - ndim :])
         bias = e.options["bias"].reshape(e.options["bias"].shape[4 - ndim :])
         with gaps(backend):
@@ -451,7 +451,7 @@ def test_layout_bnhd(row: Any, backend: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_every_time(dtype: str, row: Any, backend: str) -> None:
     e = random_example(
-        14, dtype=dtype, batch=2, heads_q=8, heads_kv=2, seqlen_q=400, seqlen_k=500, head_dim=64,
+        14, dtype=dtype, batch=2, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_k=400, head_dim=64,
         causal=True, bias="hqk", dlse=True,
     )  # fmt: skip
     with gaps(backend):
@@ -459,13 +459,13 @@ def test_the_same_bits_every_time(dtype: str, row: Any, backend: str) -> None:
             {n: as_numpy(x) for n, x in run(e, deterministic=True, **how(row, backend)).items()}
             for _ in range(4)
         )
-        loose = run(e, **how(row, backend))
+        loose = {n: as_numpy(x) for n, x in run(e, **how(row, backend)).items()}
         hold(e, first)
     for other in others:
         for name, x in first.items():
             assert other[name].tobytes() == x.tobytes(), f"{name} changed"
     for name in ("out", "lse", "dk", "dv"):
-        assert as_numpy(loose[name]).tobytes() == first[name].tobytes(), f"{name} changed"
+        assert loose[name].tobytes() == first[name].tobytes(), f"{name} changed"
 
 
 # ------------------------------------------------------------------------------------ vector_add

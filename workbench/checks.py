@@ -785,7 +785,8 @@ def prepare_attention_backward(
         xp = array_module(bias)
         ready["dbias"] = xp.empty((1,) * (4 - bias.ndim) + bias.shape, call.acc)
         # Accumulated in float32 (float64) and handed back in the bias's own dtype.
-        target = None if bias.dtype == call.acc else xp.empty(bias.shape, bias.dtype)
+        own = np if prepared.to_host else xp
+        target = None if bias.dtype == call.acc else own.empty(bias.shape, bias.dtype)
         prepared.outputs.append(("dbias", ready["dbias"].reshape(bias.shape), target))
     return _finish(prepared, "attention_backward", call, ready, deterministic=bool(deterministic))
 

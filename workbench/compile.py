@@ -326,7 +326,10 @@ def _numba_cuda() -> ModuleType:
         vars(np)["row_stack"] = np.vstack
     try:
         importlib.metadata.version("numba-cuda")
-        return importlib.import_module("numba.cuda")
+        with warnings.catch_warnings():
+            # With NumPy 2.5 the import meets deprecations, which are no business of the user's.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module("numba.cuda")
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise ToolchainError(f"numba-cuda is missing: {INSTALL_HINT}") from error
 
