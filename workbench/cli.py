@@ -176,8 +176,7 @@ def compare(
     with _user_errors():
         which = bench.targets(workload.op, _split(backend), _split(kernel))
     console = report.make_console()
-    with _user_errors(), report.make_progress(console) as progress:
-        step = report.stepper(progress, bench.count_steps(which))
+    with _user_errors(), report.progress(console, bench.count_steps(which)) as step:
         comparison = bench.compare(workload, which, progress=step)
     if as_json:
         typer.echo(report.comparison_json(comparison))

@@ -43,8 +43,8 @@ def run(console: Console, out: Path) -> None:
         ),
     )
     which = bench.targets("attention")
-    with report.make_progress(console) as progress:
-        step = report.stepper(progress, 2 * bench.count_steps(which) + len(_model_backends()) + 2)
+    steps = 2 * bench.count_steps(which) + len(_model_backends()) + 2
+    with report.progress(console, steps) as step:
         for backward in (False, True):
             report.emit(console, report.comparison_table(_compare(tokens, backward, step)))
             report.emit(console)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,32 +56,33 @@ def emit(console: Console, *renderables: RenderableType) -> None:
     console.file.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
 
 
-def make_progress(console: Console) -> Progress:
-    """Make a progress bar that leaves nothing behind, and prints nothing where nobody watches."""
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar that leaves nothing behind; nothing at all where nobody watches.
+
+    Yields
+    ------
+    callable
+        Takes what is about to be done, once before each of the steps.
+    """
     if not console.is_terminal:
         console = make_console(stderr=True)
-    return Progress(
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
     )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
 
+        def step(doing: str) -> None:
+            bar.update(task, description=doing, advance=1)
 
-def stepper(progress: Progress, total: int) -> Callable[[str], None]:
-    """Make the callable that shows what is being done and counts what was done before."""
-    task = progress.add_task("", total=total)
-    started = False
-
-    def step(doing: str) -> None:
-        nonlocal started
-        progress.update(task, description=doing, advance=int(started))
-        started = True
-
-    return step
+        yield step
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
@@ -199,6 +201,7 @@ def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
     if on_gpu:
         columns += ["regs", "stack", "smem"]
     table = plain_table(*columns, right=columns[1 + some_kernel :])
+    table.padding = (0, 0) if on_gpu else table.padding  # to fit all of it into 80 columns
     for column in table.columns:
         column.no_wrap = True
     fastest = max((row.rate or 0.0 for row in rows), default=0.0)
