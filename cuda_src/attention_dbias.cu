@@ -15,7 +15,7 @@
 #include "scores.cuh"
 
 template <typename T, int BLOCK, int BLOCK_K, int FEATURES>
-__global__ void __launch_bounds__(MATMUL_THREADS, 2)
+__global__ void __launch_bounds__(MATMUL_THREADS, 1)
     attention_dbias(const T* dout,          // (batch, heads_q, seqlen_q, head_dim_v)
                     const T* q,             // (batch, heads_q, seqlen_q, head_dim)
                     const T* k,             // (batch, heads_kv, seqlen_k, head_dim)

@@ -29,7 +29,7 @@ def attention_dbias(T, BLOCK, BLOCK_K, FEATURES):
     RESULTS = (OWN, OWN)
     multiply_nt = matmul_tile(Acc, BLOCK, BLOCK_K, 0, 1)
 
-    @cuda.jit(launch_bounds=(MATMUL_THREADS, 2))
+    @cuda.jit(launch_bounds=(MATMUL_THREADS, 1))
     def kernel(
         dout,  # (batch, heads_q, seqlen_q, head_dim_v)
         q,  # (batch, heads_q, seqlen_q, head_dim)
