@@ -51,7 +51,7 @@ def bash(root: Path, command: str, **environment: str) -> tuple[int, str, list[s
     done = subprocess.run(
         [BASH, "-c", f'set -euo pipefail; source scripts/environment.sh; {command}'],
         cwd=root, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"PATH": path, "LOG": str(log)} | environment,
+        env=os.environ | {"PATH": path, "LOG": str(log), "PYTHON": ""} | environment,
     )  # fmt: skip
     asked = [line for line in log.read_text().splitlines() if line.startswith("-m")]
     return done.returncode, done.stdout, [line for line in asked if line != "-m pip --version"]
