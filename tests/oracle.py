@@ -145,10 +145,26 @@ def _weights(
     top = s.max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), acc.type(0), top)
     e = np.exp(s - top)
-    total = e.sum(axis=-1, keepdims=True)
+    total = _sum_over_keys(e, np.ones((*e.shape[:2], e.shape[-1], 1), acc))
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
     return s, e / np.where(total == 0, acc.type(1), total), lse, slope
+
+
+LONG = 1024  # keys from which on the order of a sum shows in its error
+
+
+def _sum_over_keys(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """weights @ x; over many keys one after the other, as whoever walks over them adds up.
+
+    BLAS and NumPy sum in blocks and pairs, whose error hardly grows with the number of keys.
+    """
+    if x.shape[2] < LONG:
+        return weights @ x
+    total = np.zeros((*weights.shape[:3], x.shape[-1]), x.dtype)
+    for key in range(x.shape[2]):
+        total += weights[..., key, None] * x[..., key, None, :]
+    return total
 
 
 def _grouped(x: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -169,7 +185,7 @@ def plain_forward(
     """out and lse as a straightforward low-precision implementation computes them."""
     acc = accumulator(q.dtype)
     _, p, lse, _ = _weights(q, _grouped(k, q), **keywords)
-    out = p.astype(q.dtype).astype(acc) @ _grouped(v, q).astype(acc)
+    out = _sum_over_keys(p.astype(q.dtype).astype(acc), _grouped(v, q).astype(acc))
     return out.astype(q.dtype), lse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,9 @@ def on_device(x: np.ndarray) -> Any:
     base = x
     while isinstance(base.base, np.ndarray):
         base = base.base
-    assert base.flags.c_contiguous
+    if not base.flags.c_contiguous:  # from broadcast_to, whose memory no array in the chain owns
+        low, high = np.lib.array_utils.byte_bounds(x)
+        base = np.frombuffer((ctypes.c_char * (high - low)).from_address(low), np.uint8)
     offset = x.ctypes.data - base.ctypes.data
     return cupy.ndarray(x.shape, x.dtype, cupy.asarray(base).data + offset, strides=x.strides)
 

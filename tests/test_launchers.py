@@ -95,7 +95,7 @@ def test_features(change: dict[str, Any], bits: int) -> None:
 def test_every_argument_has_a_value(row: table.Kernel, op: str, everything: bool) -> None:
     call = prepared(op, everything)
     work = row.work(call.problem, "sm_90")
-    values = launchers._argument_values(call.problem)
+    values = launchers.argument_values(call.problem)
     spaces = {space.name for space in work.workspaces}
     written: set[str] = set()
     for launch in work.launches:
@@ -115,7 +115,7 @@ def test_every_argument_has_a_value(row: table.Kernel, op: str, everything: bool
 
 def test_the_values_of_arguments() -> None:
     call = prepared("attention_backward", everything=True)
-    values = launchers._argument_values(call.problem)
+    values = launchers.argument_values(call.problem)
     assert values["score.scale"] == 0.25
     assert values["score.softcap"] == 2.0
     assert (values["score.window_left"], values["score.window_right"]) == (3, 0)
@@ -139,18 +139,18 @@ def test_the_values_of_arguments() -> None:
 
 def test_open_and_huge_windows() -> None:
     problem = Problem("attention", "float32", 1, 1, 1, 2, 2, 8, 8, 1.0, top_left=True)
-    values = launchers._argument_values(problem)
+    values = launchers.argument_values(problem)
     assert values["score.window_left"] == values["score.window_right"] == 2**30
     assert values["score.top_left"] == 1
     huge = replace(problem, window_left=2**40, window_right=2**30 - 1)
-    values = launchers._argument_values(huge)
+    values = launchers.argument_values(huge)
     assert (values["score.window_left"], values["score.window_right"]) == (2**30, 2**30 - 1)
 
 
 def test_vector_add_gets_its_shape_padded_in_front() -> None:
     strides = (("a", (7, 1)), ("b", (1, 3)), ("out", (4, 1)))
     problem = VectorProblem("vector_add", "float16", (3, 4), strides)
-    values = launchers._argument_values(problem)
+    values = launchers.argument_values(problem)
     axes = ("batch", "head", "row", "col")
     assert values["size"] == 12
     assert [values[f"shape.{axis}"] for axis in axes] == [1, 1, 3, 4]

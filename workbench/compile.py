@@ -553,10 +553,11 @@ def device_arch(device: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A kernel on a GPU; `module` keeps it there."""
+    """A kernel on a GPU; `module` keeps it there, and `start` is CuPy's cuLaunchKernel."""
 
     function: int
     module: Any
+    start: Any
 
 
 @functools.cache
@@ -572,30 +573,34 @@ def load(language: str, entry: Entry, device: int, shared_memory: int) -> Loaded
         driver = cupy.cuda.driver
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, shared_memory)
-    return Loaded(function.ptr, module)
+    return Loaded(function.ptr, module, cupy.cuda.driver.launchKernel)
 
 
-_LAUNCH_PARAM_END, _LAUNCH_PARAM_BUFFER_POINTER, _LAUNCH_PARAM_BUFFER_SIZE = 0, 1, 2
+# A launch's packet is the list that cuLaunchKernel takes as `extra`, the size of the arguments, and
+# the arguments, in one piece of memory: a copy of it, some addresses, and it is ready.
+PACKET_HEADER = 6  # words before the first argument
+_SIZE_WORD = 5
+_PARAM_END, _PARAM_BUFFER_POINTER, _PARAM_BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+
+
+def packet(arguments: bytes) -> bytes:
+    """A launch packet around packed arguments; its own addresses are put in by `launch`."""
+    header = (_PARAM_BUFFER_POINTER, 0, _PARAM_BUFFER_SIZE, 0, _PARAM_END, len(arguments))
+    return struct.pack(f"<{PACKET_HEADER}Q", *header) + arguments
 
 
 def launch(
-    kernel: Loaded, grid: int, block: int, shared_memory: int, stream: int, arguments: Any
+    kernel: Loaded, grid: int, block: int, shared_memory: int, stream: int, words: Any
 ) -> None:
     """Start a kernel on a stream.
 
     Parameters
     ----------
-    arguments : ctypes array of c_uint64
-        The packed argument buffer. The driver copies it before this returns.
+    words : ctypes array of c_uint64
+        A copy of a `packet` with the arrays' addresses in it. The driver has read it when this
+        returns.
     """
-    from cupy_backends.cuda.api import driver
-
-    size = ctypes.c_size_t(ctypes.sizeof(arguments))
-    extra = (ctypes.c_void_p * 5)(
-        _LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(arguments),
-        _LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(size),
-        _LAUNCH_PARAM_END,
-    )  # fmt: skip
-    driver.launchKernel(
-        kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, ctypes.addressof(extra)
-    )
+    base = ctypes.addressof(words)
+    words[1] = base + 8 * PACKET_HEADER
+    words[3] = base + 8 * _SIZE_WORD
+    kernel.start(kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, base)

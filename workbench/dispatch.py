@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from workbench import checks, launchers, table
+from workbench import checks, table
 from workbench import compile as compiler
 from workbench.checks import HOST_BACKENDS, MAX_ALIGNMENT, Prepared
+from workbench.plan import Plan
 
 _KEPT = 4096  # each a few kilobytes; more kinds of call than this start over
 
@@ -25,23 +26,30 @@ _KEPT = 4096  # each a few kilobytes; more kinds of call than this start over
 class _Repeat:
     """All that a further call of the same kind needs."""
 
-    plan: launchers.Plan
+    plan: Plan
     ndarray: Any  # cupy.ndarray: allocates without initialising
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, the caller's shape, dtype
 
     def __call__(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        plan = self.plan
+        if plan.is_current() and not plan.is_captured():
+            return self._run(named, captured=False)
+        with plan.on_device() as captured:
+            return self._run(named, captured)
+
+    def _run(self, named: Mapping[str, Any], captured: bool) -> tuple[Any, ...]:
         pointers = {name: x.data.ptr for name, x in named.items() if x is not None}
-        with self.plan.on_device() as captured:
-            results = []
-            for name, shape, dtype in self.outputs:
-                results.append(self.ndarray(shape, dtype))
-                pointers[name] = results[-1].data.ptr
-            self.plan.run(pointers, captured)
+        results = []
+        for name, shape, dtype in self.outputs:
+            result = self.ndarray(shape, dtype)
+            pointers[name] = result.data.ptr
+            results.append(result)
+        self.plan.run(pointers, captured)
         return tuple(results)
 
 
 _repeats: dict[Any, _Repeat] = {}
-_plans: dict[Any, launchers.Plan] = {}
+_plans: dict[Any, Plan] = {}
 
 
 def _key(op: str, named: Mapping[str, Any], options: Mapping[str, Any], kernel: Any) -> Any:
@@ -121,7 +129,7 @@ def host(backend: str) -> ModuleType:
     return importlib.import_module(f"workbench.{backend}")
 
 
-def _plan(prepared: Prepared, kernel: str | None) -> launchers.Plan:
+def _plan(prepared: Prepared, kernel: str | None) -> Plan:
     problem, language = prepared.problem, prepared.backend
     table.check_name(problem.op, kernel)
     device = prepared.device
@@ -130,7 +138,7 @@ def _plan(prepared: Prepared, kernel: str | None) -> launchers.Plan:
     if plan is None:
         arch = compiler.device_arch(device)
         row = table.select(problem, language, arch, kernel)
-        plan = launchers.Plan(row.name, row.work(problem, arch), problem, language, device)
+        plan = Plan(row.name, row.work(problem, arch), problem, language, device)
         if len(_plans) >= _KEPT:
             _plans.clear()
         _plans[key] = plan

@@ -6,14 +6,10 @@ launcher only computes; `Plan` binds what it returned to a GPU, once, and then r
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from workbench import compile as compiler
 from workbench.checks import DTYPES, Problem, VectorProblem
 from workbench.compile import Entry, Signature
 
@@ -171,7 +167,8 @@ def _matmul_constants(problem: Problem) -> tuple[tuple[str, Any], ...]:
 def attention_flash_simt(problem: Problem, arch: str) -> Work:
     """Tiles, online softmax and recompute on CUDA cores; fp32 tiles whatever the dtype."""
     forward = problem.op == "attention"
-    dims = (_padded(problem.head_dim), _padded(problem.head_dim_v))
+    # The threads share a tile by its width, so one choice of tiles wants one width.
+    dims = (_padded(max(problem.head_dim, problem.head_dim_v)),) * 2
     acc_bytes = DTYPES[problem.acc_dtype].itemsize
 
     def shared_memory(tile: Tile) -> int:
@@ -185,10 +182,10 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
         held.append((tile.block_m, tile.block_n))
         return acc_bytes * sum(size(*shape) for shape in held) + (0 if forward else 16)
 
-    tiles = FLASH_SIMT_TILES.get((forward, problem.acc_dtype, max(dims)), ())
+    tiles = FLASH_SIMT_TILES.get((forward, problem.acc_dtype, dims[0]), ())
     roomy = [tile for tile in tiles if not features(problem) & ~tile.features]
     if not roomy:
-        raise NotWrittenError(f"it has no {problem.dtype} tiles for head_dim {max(dims)}")
+        raise NotWrittenError(f"it has no {problem.dtype} tiles for head_dim {dims[0]}")
     fitting = [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)]
     tile = (fitting or roomy[-1:])[0]
     # cp.async copies bytes, so it loads no dtype that has to be converted; sm_75 has none.
@@ -326,10 +323,10 @@ def vector_add(problem: VectorProblem, arch: str) -> Work:
     return Work((Launch(entry, cdiv(problem.size, threads), threads),))
 
 
-# ------------------------------------------------------------------------------- running a plan
+# ------------------------------------------------------------------------------------- arguments
 
 
-def _argument_values(problem: Any) -> dict[str, Any]:
+def argument_values(problem: Any) -> dict[str, Any]:
     """The value of every argument that is not an array's address, by dotted name."""
     values: dict[str, Any] = {}
     if isinstance(problem, VectorProblem):
@@ -358,124 +355,3 @@ def _argument_values(problem: Any) -> dict[str, Any]:
         "score.window_right": OPEN_WINDOW if right is None else min(right, OPEN_WINDOW),
         "score.top_left": int(problem.top_left),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A launch whose kernel is loaded and whose argument buffer lacks only addresses."""
-
-    kernel: compiler.Loaded
-    launch: Launch
-    arguments: bytes
-    slots: tuple[tuple[int, str], ...]  # word of the buffer, name of the array whose address it is
-
-
-class Plan:
-    """The launches of one kind of problem on one GPU, ready but for the addresses.
-
-    Parameters
-    ----------
-    name : str
-        Of the kernel, for messages.
-    work : Work
-    problem : Problem or VectorProblem
-    language : {"cuda", "numba"}
-    device : int
-    """
-
-    def __init__(self, name: str, work: Work, problem: Any, language: str, device: int) -> None:
-        import cupy
-
-        self.name = name
-        self.workspaces = work.workspaces
-        self._cupy = cupy
-        self._device = device
-        self._bound = []
-        values = _argument_values(problem)
-        with cupy.cuda.Device(device):
-            for launch in work.launches:
-                if launch.grid == 0:
-                    continue
-                entry = launch.entry
-                kernel = compiler.load(language, entry, device, launch.shared_memory)
-                slots = tuple(
-                    (i, leaf.removeprefix("score."))
-                    for i, (kind, leaf) in enumerate(entry.signature.leaves)
-                    if kind.endswith("*")
-                )
-                self._bound.append(_Bound(kernel, launch, entry.signature.pack(values), slots))
-
-    @contextmanager
-    def on_device(self) -> Iterator[bool]:
-        """Make the plan's GPU the current one; whether the current stream is being captured.
-
-        During a capture the driver allocates only in CUDA's relaxed capture mode, so the thread
-        is put into it.
-        """
-        cupy = self._cupy
-        if cupy.cuda.runtime.getDevice() != self._device:
-            with cupy.cuda.Device(self._device), self.on_device() as captured:
-                yield captured
-        elif cupy.cuda.get_current_stream().is_capturing():
-            with _relaxed_capture():
-                yield True
-        else:
-            yield False
-
-    def run(self, pointers: dict[str, int], captured: bool) -> None:
-        """Launch everything on the current stream, inside `on_device`.
-
-        Parameters
-        ----------
-        pointers : dict
-            Address of each array by its parameter name; what is missing is null.
-        captured : bool
-            Whether the stream is being captured.
-        """
-        cupy = self._cupy
-        stream = cupy.cuda.get_current_stream()
-        workspaces = [self._allocate(space, stream) for space in self.workspaces]
-        for space, memory in zip(self.workspaces, workspaces, strict=True):
-            pointers[space.name] = memory.data.ptr
-        for bound in self._bound:
-            launch = bound.launch
-            words = ctypes.c_uint64 * (len(bound.arguments) // 8)
-            arguments = words.from_buffer_copy(bound.arguments)
-            for index, name in bound.slots:
-                arguments[index] = pointers.get(name, 0)
-            compiler.launch(
-                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, arguments
-            )
-        if captured:
-            _captured_workspaces.extend(workspaces)
-
-    def _allocate(self, space: Workspace, stream: Any) -> Any:
-        cupy = self._cupy
-        try:
-            memory = cupy.ndarray(space.shape, DTYPES.get(space.dtype, space.dtype))
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{self.name} needs a workspace of {space.nbytes / 2**30:.2f} GiB ({space.name} "
-                f"{space.shape}), more than the GPU has free; attention_flash_simt needs none of "
-                "seqlen_q x seqlen_k"
-            ) from error
-        if space.zeroed:
-            memory.data.memset_async(0, space.nbytes, stream)
-        return memory
-
-
-# A graph that replays a captured call writes into the workspaces of that call again, long after the
-# call has returned; nobody tells us when the graph is gone, so they stay.
-_captured_workspaces: list[Any] = []
-
-
-@contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    from cuda.bindings import driver
-
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)

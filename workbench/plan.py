@@ -1,0 +1,166 @@
+"""A problem's launches bound to one GPU: loaded, packed, and ready but for the addresses.
+
+This is what a repeated call runs, so it does as little as it can: the allocations, the addresses
+into a copy of each argument buffer, and the launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import compile as compiler
+from workbench.launchers import Launch, Work, Workspace, argument_values
+
+_WORKSPACE_ALIGNMENT = 256  # bytes, as of any allocation
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A launch whose kernel is loaded and whose packet lacks only addresses."""
+
+    kernel: compiler.Loaded
+    launch: Launch
+    packet: bytes
+    words: type[ctypes.Array[ctypes.c_uint64]]
+    slots: tuple[tuple[int, str], ...]  # word of the packet, name of the array whose address it is
+
+
+class Plan:
+    """The launches of one kind of problem on one GPU.
+
+    Parameters
+    ----------
+    name : str
+        Of the kernel, for messages.
+    work : Work
+    problem : Problem or VectorProblem
+    language : {"cuda", "numba"}
+    device : int
+    """
+
+    def __init__(self, name: str, work: Work, problem: Any, language: str, device: int) -> None:
+        import cupy
+
+        self.name = name
+        self.device = device
+        self._cupy = cupy
+        self._current_stream = cupy.cuda.get_current_stream
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._offsets, self._workspace_bytes = _offsets(work.workspaces)
+        values = argument_values(problem)
+        with cupy.cuda.Device(device):
+            self._bound = [
+                _bind(launch, language, device, values) for launch in work.launches if launch.grid
+            ]
+
+    @contextmanager
+    def on_device(self) -> Iterator[bool]:
+        """Make the plan's GPU the current one; whether the current stream is being captured.
+
+        During a capture the driver allocates only in CUDA's relaxed capture mode, so the thread
+        is put into it.
+        """
+        if not self.is_current():
+            with self._cupy.cuda.Device(self.device), self.on_device() as captured:
+                yield captured
+        elif self._current_stream().is_capturing():
+            with _relaxed_capture():
+                yield True
+        else:
+            yield False
+
+    def is_current(self) -> bool:
+        """Whether the plan's GPU is the current one."""
+        return bool(self._current_device() == self.device)
+
+    def is_captured(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return bool(self._current_stream().is_capturing())
+
+    def run(self, pointers: dict[str, int], captured: bool) -> None:
+        """Launch everything on the current stream of the plan's GPU, the current one.
+
+        Parameters
+        ----------
+        pointers : dict
+            Address of each array by its parameter name; what is missing is null. The workspaces
+            are added.
+        captured : bool
+            Whether the stream is being captured.
+        """
+        stream = self._current_stream()
+        if self._workspace_bytes:
+            memory = self._allocate()
+            for space, offset in self._offsets:
+                pointers[space.name] = memory.ptr + offset
+                if space.zeroed:
+                    (memory + offset).memset_async(0, space.nbytes, stream)
+            if captured:
+                _captured_workspaces.append(memory)
+        for bound in self._bound:
+            words = bound.words.from_buffer_copy(bound.packet)
+            for index, name in bound.slots:
+                words[index] = pointers.get(name, 0)
+            launch = bound.launch
+            compiler.launch(
+                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, words
+            )
+
+    def _allocate(self) -> Any:
+        """One piece of memory for all workspaces."""
+        try:
+            return self._cupy.cuda.alloc(self._workspace_bytes)
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            spaces = ", ".join(f"{space.name} {space.shape}" for space, _ in self._offsets)
+            raise MemoryError(
+                f"{self.name} needs workspaces of {self._workspace_bytes / 2**30:.2f} GiB "
+                f"({spaces}), more than the GPU has free; attention_flash_simt needs none of "
+                "seqlen_q x seqlen_k"
+            ) from error
+
+
+def _offsets(workspaces: tuple[Workspace, ...]) -> tuple[list[tuple[Workspace, int]], int]:
+    """Where each workspace begins in the memory that they share, and its size in bytes."""
+    placed, end = [], 0
+    for space in workspaces:
+        placed.append((space, end))
+        end += -(-space.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    return placed, end
+
+
+def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) -> _Bound:
+    signature = launch.entry.signature
+    packet = compiler.packet(signature.pack(values))
+    slots = tuple(
+        (compiler.PACKET_HEADER + i, leaf.removeprefix("score."))
+        for i, (kind, leaf) in enumerate(signature.leaves)
+        if kind.endswith("*")
+    )
+    return _Bound(
+        compiler.load(language, launch.entry, device, launch.shared_memory),
+        launch,
+        packet,
+        ctypes.c_uint64 * (len(packet) // 8),
+        slots,
+    )
+
+
+# A graph that replays a captured call writes into the workspaces of that call again, long after the
+# call has returned; nobody tells us when the graph is gone, so they stay.
+_captured_workspaces: list[Any] = []
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
