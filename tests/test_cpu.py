@@ -192,6 +192,7 @@ HIDING: dict[str, dict[str, Any]] = {
     "window": {"window": (20, 9)},
     "mask": {"mask": "hqk"},
     "bias": {"bias": "hqk"},
+    "bias-by-columns": {"bias": "hqk"},
     "softcap": {"causal": True, "softcap": 1.0},
     "lengths": {"q_lengths": [77], "kv_lengths": [60]},
     "nothing": {},
@@ -210,6 +211,8 @@ def test_what_a_query_does_not_see_never_matters(
     example = oracle.random_example(
         12, seqlen_q=90, seqlen_k=97, head_dim=8, backward=False, **HIDING[name]
     )
+    if name == "bias-by-columns":
+        example.options["bias"] = np.asfortranarray(example.options["bias"])
     x = getattr(example, poisoned)
     for row in (3, 33, 70):
         x[:, :, row, row % 8] = value
@@ -241,6 +244,23 @@ def test_what_does_not_exist_never_matters_backward(
     oracle.check(example, backend="cpu")
 
 
+@pytest.mark.parametrize("path", ["small_tiles", "dense"])
+def test_a_row_whose_lse_is_that_of_no_keys_has_no_gradient(
+    path: str, request: pytest.FixtureRequest
+) -> None:
+    if path != "dense":
+        request.getfixturevalue(path)
+    q, k = tensors(14, *[(1, 2, 40, 8)] * 2)
+    out, lse = workbench.attention(q, k, k, backend="cpu", return_lse=True)
+    lse[:, :, 7] = -np.inf
+    dq, dk, dv, _ = workbench.attention_backward(q, q, k, k, out, lse, backend="cpu")
+    rest = [i for i in range(40) if i != 7]
+    want = reference.backward(q[:, :, rest], q[:, :, rest], k, k, scale=8**-0.5)
+    assert not dq[:, :, 7].any()
+    for got, exact in zip((dq[:, :, rest], dk, dv), want[:3], strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------- small functions
 
 
@@ -260,10 +280,11 @@ def test_exp2(dtype: Any) -> None:
     exact = np.exp2(x.astype(np.longdouble))
     assert np.abs(y / exact - 1).max() < 1.5 * info.eps
     assert y[-1] == 1
-    special = np.array([-np.inf, -1e30, info.minexp - 1, np.nan], dtype)
+    special = np.array([-np.inf, -1e30, info.minexp - 1, np.nan, 1e30, np.inf], dtype)
     y = np.empty_like(special)
     evaluate(special, y)
-    np.testing.assert_array_equal(y, np.array([0, 0, 0, np.nan], dtype))
+    largest = 2.0 ** (info.maxexp - 1)
+    np.testing.assert_array_equal(y, np.array([0, 0, 0, np.nan, largest, largest], dtype))
 
 
 @pytest.mark.parametrize("dtype", list(oracle.DTYPES))
@@ -538,6 +559,21 @@ def test_threads_and_forks_on_every_threading_layer(layer: str) -> None:
         pytest.skip(f"Numba's threading layer {layer} is not installed ({error})")
     run_python(
         f"\n    LAYER = {layer!r}" + LAYERS, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
+def test_memory_is_linear_in_the_number_of_keys() -> None:
+    """The matrix of scores would take 1600 MB, and the arrays take some 20."""
+    run_python(
+        """
+        import resource
+        attend(n=1000)  # compiled by now
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        attend(n=14_200)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 150_000, grown
+        """
     )
 
 

@@ -148,9 +148,9 @@ def _tiles(problem: Problem, number: int) -> Tiles:
     cols = min(_even(problem.seqlen_k, cols, 16), cols)
 
     # An item's rows share the transposed keys, so it has many of them; but every thread shall have
-    # some eight items, or two if they were short otherwise.
+    # some four items, or two if they were short otherwise.
     all_rows = problem.batch * problem.heads_q * problem.seqlen_q
-    item_rows = min(1024, max(all_rows // (8 * number), min(256, all_rows // (2 * number)), rows))
+    item_rows = min(1024, max(all_rows // (4 * number), min(256, all_rows // (2 * number)), rows))
     return kernels.Tiles(_even(problem.seqlen_q, item_rows, rows), rows, cols)
 
 

@@ -218,9 +218,10 @@ _EXP2_64 = (
 
 
 def _split_exp2(x: Any) -> tuple[Any, Any]:
-    """2**x as power * (1 + rest), for x <= 128 (1024 in float64): no branch, no table, no call.
+    """2**x as power * (1 + rest): no branch, no table, no call, so that loops become vectors.
 
-    The power is exactly 0 below the smallest normal number, and a NaN goes through.
+    The power is exactly 0 below the smallest normal number, grows no larger than a power of two
+    can be, and is joined by a NaN if x is one.
     """
     raise NotImplementedError
 
@@ -233,11 +234,12 @@ def _split_exp2_overload(x: Any) -> Any:
     others = tuple(rest)
     info = np.finfo(real)
     bias, fraction_bits = integer(info.maxexp - 1), integer(info.nmant)
-    lowest = real(-bias)
+    lowest, highest = real(-bias), real(bias)
     magic = real(1.5 * 2.0**info.nmant)  # its lowest bit is worth 1: adding it rounds to an integer
 
     def split(x: Any) -> Any:
-        x = lowest if x < lowest else x  # false for NaN, which stays
+        x = lowest if x < lowest else x  # both are false for NaN
+        x = highest if x > highest else x
         rounded = x + magic
         f = x - (rounded - magic)
         p = first
@@ -559,12 +561,10 @@ def forward(
 def _weights_and_ds(s: Any, dp: Any, slope: Any, lse: Any, delta: Any) -> None:
     """Put p = exp(s - lse) in s, and ds = p * (dp - delta), times the slope of a cap, in dp."""
     rows, cols = s.shape
-    highest = s.dtype.type(128)
     for r in range(rows):
         p, ds, row_lse, row_delta = s[r], dp[r], lse[r], delta[r]
         for x in range(cols):
-            at = p[x] - row_lse
-            weight = _exp2(highest if at > highest else at)
+            weight = _exp2(p[x] - row_lse)
             p[x] = weight
             ds[x] = weight * (ds[x] - row_delta)
         for x in range(slope.shape[1]):
