@@ -3,8 +3,8 @@
     python scripts/sanitize.py                      # needs a GPU and compute-sanitizer on the PATH
     python scripts/sanitize.py --tool racecheck --kernel attention_tiled
 
-The shapes are small and ragged, with and without options, forward and backward. Memory comes straight
-from the driver, so that an access past the end of an array is one past the end of an allocation.
+The shapes are small and ragged, with and without options, forward and backward. Memory comes
+straight from the driver, so that an access past the end of an array is one past an allocation.
 """
 
 from __future__ import annotations
