@@ -1,4 +1,4 @@
-"""The disk cache: whole entries only, safe for many processes, bounded, and never anybody else's."""
+"""The disk cache: whole entries only, safe for many processes, bounded, touching nothing else."""
 
 import os
 import stat
