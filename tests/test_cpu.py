@@ -339,7 +339,7 @@ def test_merge_with_nothing_is_neutral_to_the_bit() -> None:
 def two_blas_threads() -> Iterator[threads.Blas]:
     """SciPy's BLAS, allowed two threads for the test."""
     library = threads.blas()
-    if library.set_threads is None:
+    if not library.known:
         pytest.skip("SciPy's BLAS here is of no kind whose threads can be counted")
     before = library.get_threads()
     library.set_threads(2)
@@ -538,12 +538,13 @@ LAYERS = """
             return all(result == want for result in pool.map(lambda _: attend(), range(3)))
 
     from workbench.cpu import threads
-    before = threads.blas().get_threads and threads.blas().get_threads()
+    before = threads.blas().get_threads()
+    assert any(thread.name.startswith("workbench") for thread in threading.enumerate())
     assert fork(in_child) == 0
+    assert not any(thread.name.startswith("workbench") for thread in threading.enumerate())
     # And while another thread is inside a call, and holds the BLAS.
     with threads.one_blas_thread():
-        assert fork(lambda: threads.blas().get_threads is None
-                    or threads.blas().get_threads() == before) == 0
+        assert fork(lambda: threads.blas().get_threads() == before) == 0
         assert fork(in_child) == 0
     assert attend() == want
 """

@@ -74,8 +74,10 @@ class Blas:
 
     Attributes
     ----------
-    get_threads, set_threads : callable or None
-        None for a library whose threads we do not know how to count.
+    known : bool
+        Whether we know how to count its threads; if not, it is left as it is.
+    get_threads, set_threads : callable
+        The number of threads that a call may use.
     core : str
         For which kind of CPU its kernels are; "" where it does not say.
     """
@@ -90,12 +92,14 @@ class Blas:
     )
 
     def __init__(self) -> None:
-        self.get_threads: Any = None
-        self.set_threads: Any = None
+        self.known = False
+        self.get_threads: Callable[[], int] = lambda: 1
+        self.set_threads: Callable[[int], object] = lambda _: None
         self.core = ""
         for library in self._libraries():
             for getter, setter in self._NAMES:
                 if hasattr(library, getter) and hasattr(library, setter):
+                    self.known = True
                     self.get_threads, self.set_threads = library[getter], library[setter]
                     name = getter.replace("num_threads", "corename")
                     if hasattr(library, name):
@@ -134,9 +138,6 @@ def one_blas_thread() -> Iterator[None]:
     """
     global _holders, _threads_before
     library = blas()
-    if library.set_threads is None:
-        yield
-        return
     with _lock:
         if _holders == 0:
             _threads_before = library.get_threads()
@@ -151,6 +152,18 @@ def one_blas_thread() -> Iterator[None]:
                 library.set_threads(_threads_before)
 
 
+# ------------------------------------------------------------------------------------------ forks
+
+
+def _before_fork() -> None:
+    """Send idle helpers home: newer Pythons warn of a fork in a process with several threads."""
+    global _helpers
+    with _lock:
+        idle, _helpers = (_helpers, None) if _holders == 0 else (None, _helpers)
+    if idle is not None:
+        idle.shutdown()
+
+
 def _after_fork() -> None:
     """A child has none of the threads that held something when it was born."""
     global _lock, _helpers, _holders
@@ -162,4 +175,4 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
