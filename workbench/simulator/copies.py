@@ -1,0 +1,124 @@
+"""Asynchronous copies from global to shared memory: `cp.async`, its groups and its waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.simulator import native
+from workbench.simulator.decode import Decoder, builder
+from workbench.simulator.engine import Chunk, Group, Outcome, Step
+from workbench.simulator.ops import UnknownInstructionError
+from workbench.simulator.ptx import Imm, Instruction, Reg
+from workbench.simulator.transfers import Access, addresses_of, collision, reach
+
+Array = Any  # numpy.ndarray
+
+
+@dataclass(slots=True)
+class Copy:
+    """A `cp.async` under way.
+
+    Attributes
+    ----------
+    targets, sources : int64 arrays
+        Offsets in shared and global memory.
+    lengths : int64 array
+        Bytes that are read; the rest becomes 0.
+    number : int64 array
+        How many groups each lane had committed before: the group that the copy belongs to.
+    """
+
+    access: Access
+    lanes: Array
+    targets: Array
+    sources: Array
+    lengths: Array
+    number: Array
+
+    def land(self, chunk: Chunk, chosen: Array) -> None:
+        """The copies of some lanes arrive."""
+        size = self.access.size
+        targets, lengths = self.targets[chosen], self.lengths[chosen]
+        words = chunk.global_memory.load(self.sources[chosen], 4, size // 4)
+        for i, word in enumerate(words):
+            here = np.clip(lengths - 4 * i, 0, 4) * 8
+            keep = ((1 << here) - 1).astype(np.uint32)
+            words[i] = word & keep
+        chunk.shared.store(targets, words, 4)
+        if chunk.checks is not None:
+            lanes = self.lanes[chosen]
+            code = chunk.checks.shared(targets, lanes, size, self.access.pc, 0, True)
+            if code:
+                raise collision(chunk, self.access, targets, lanes, code)
+
+
+@builder("cp")
+def _cp(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    mods = instruction.mods
+    if mods[0] != "async" or "bulk" in mods or "mbarrier" in mods:
+        raise UnknownInstructionError(instruction.opcode)
+    if mods[1] == "commit_group":
+        return _commit
+    if mods[1] in ("wait_group", "wait_all"):
+        return _waiting(instruction)
+    return _start_copy(decoder, instruction, pc)
+
+
+def _commit(chunk: Chunk, group: Group) -> Outcome:
+    chunk.committed[group.lanes] += 1
+    return None
+
+
+def _waiting(instruction: Instruction) -> Step:
+    """Data arrives when it is waited for and no earlier, so that a missing wait shows."""
+    everything = instruction.mods[1] == "wait_all"
+    operand = instruction.operands[0] if instruction.operands else None
+    allowed = operand.value if isinstance(operand, Imm) else 0
+
+    def wait(chunk: Chunk, group: Group) -> None:
+        remaining = []
+        for copy in chunk.copies:
+            done = np.full(copy.lanes.size, True)
+            if group.mask is not None:
+                done = group.mask[copy.lanes]
+            if not everything:
+                done &= copy.number < chunk.committed[copy.lanes] - allowed
+            if done.any():
+                copy.land(chunk, done)
+            if not done.all():
+                left = ~done
+                remaining.append(
+                    Copy(copy.access, copy.lanes[left], copy.targets[left], copy.sources[left],
+                         copy.lengths[left], copy.number[left])
+                )  # fmt: skip
+        chunk.copies = remaining
+
+    return wait
+
+
+def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    target, source, size, *rest = instruction.operands
+    if not isinstance(size, Imm):
+        raise UnknownInstructionError(instruction.opcode)
+    if rest and isinstance(rest[0], Reg) and rest[0].kind == "pred":
+        raise UnknownInstructionError(instruction.opcode)
+    length = decoder.get(rest[0] if rest else size, "u32")
+    read = Access(pc, "global", size.value, False)
+    write = Access(pc, "shared", size.value, True, native.FLYING)
+    to, come_from = addresses_of(decoder, target), addresses_of(decoder, source)
+
+    def start(chunk: Chunk, group: Group) -> None:
+        lanes = group.lanes
+        lengths = chunk.of_lanes(length(chunk.registers), group).astype(np.int64)
+        reads = lengths > 0
+        sources = np.zeros(lanes.size, np.int64)
+        if reads.any():
+            where = come_from(chunk, group)[reads]
+            _, sources[reads] = reach(chunk, read, where, lanes[reads])
+        _, targets = reach(chunk, write, to(chunk, group), lanes)
+        chunk.copies.append(Copy(write, lanes, targets, sources, lengths, chunk.committed[lanes]))
+
+    return start

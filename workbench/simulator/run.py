@@ -1,0 +1,124 @@
+"""Runs the launches of a kernel on NumPy arrays: what `launchers.Plan` is on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench import compile as compiler
+from workbench import launchers
+from workbench.checks import DTYPES
+from workbench.compile import Entry
+from workbench.launchers import Work
+from workbench.simulator import engine
+from workbench.simulator.checks import Checker
+from workbench.simulator.decode import decode
+from workbench.simulator.engine import Code
+from workbench.simulator.memory import Buffer, GlobalMemory
+from workbench.simulator.ptx import parse
+
+ARCH = "sm_80"  # the instruction set that is simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run.
+
+    Attributes
+    ----------
+    checks : bool
+        Look for races and for reads of unwritten memory, and count what memory accesses cost.
+        Addresses are checked in any case.
+    max_steps : int
+        Instructions, each for a group of threads, after which a launch is given up.
+    """
+
+    checks: bool = True
+    max_steps: int = engine.MAX_STEPS
+
+
+_options = Options()
+
+
+@contextmanager
+def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterator[None]:
+    """Set how the simulator runs within a ``with`` block.
+
+    Parameters
+    ----------
+    checks : bool
+        Without, kernels run three times as fast, and races go unnoticed.
+    max_steps : int
+        Instructions, each for a group of threads, after which a launch is given up.
+    """
+    global _options
+    before, _options = _options, Options(checks, max_steps)
+    try:
+        yield
+    finally:
+        _options = before
+
+
+@functools.lru_cache(maxsize=256)
+def load(language: str, entry: Entry) -> Code:
+    """A kernel, compiled and made executable."""
+    text, symbol = compiler.build_ptx(language, entry, ARCH)
+    return decode(parse(text, symbol))
+
+
+def run(
+    work: Work, problem: Any, language: str, arrays: Mapping[str, Any], outputs: Collection[str]
+) -> list[engine.Launch]:
+    """Run everything that a kernel launches for a problem; fills the outputs in place.
+
+    Parameters
+    ----------
+    work : Work
+        What a launcher returned for `problem`.
+    language : {"cuda", "numba"}
+    arrays : mapping
+        NumPy arrays by the names of the kernels' parameters; None is a null pointer.
+    outputs : collection of str
+        Names of the arrays that kernels may write to.
+
+    Returns
+    -------
+    list of Launch
+        With the counts of each launch.
+
+    Raises
+    ------
+    SimulationError
+        At the first fault of a kernel.
+    """
+    buffers = {
+        name: Buffer(array, name in outputs, name not in outputs)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    for space in work.workspaces:
+        dtype = DTYPES.get(space.dtype, np.dtype(space.dtype) if space.dtype == "int32" else None)
+        fill = np.zeros if space.zeroed else np.empty
+        buffers[space.name] = Buffer(fill(space.shape, dtype), True, space.zeroed)
+    memory = GlobalMemory(buffers)
+    checker = Checker(memory) if _options.checks else None
+    values = launchers.argument_values(problem)
+    for name, address in memory.addresses.items():
+        values[name] = values[f"score.{name}"] = address
+    done = []
+    for launch in work.launches:
+        if launch.grid == 0:
+            continue
+        started = engine.Launch(
+            load(language, launch.entry), launch.grid, launch.block, launch.shared_memory,
+            launch.entry.signature.pack(values), memory, checker, _options.max_steps,
+        )  # fmt: skip
+        engine.run(started)
+        done.append(started)
+    memory.copy_back()
+    return done

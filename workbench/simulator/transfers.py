@@ -1,0 +1,407 @@
+"""Loads, stores, atomics and asynchronous copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.simulator import faults, native
+from workbench.simulator.decode import Decoder, builder
+from workbench.simulator.engine import Chunk, Group, Step
+from workbench.simulator.faults import SimulationError, at
+from workbench.simulator.memory import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, Bytes, describe
+from workbench.simulator.ops import DTYPES, UnknownInstructionError
+from workbench.simulator.ptx import SIZES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
+
+Array = Any  # numpy.ndarray
+Addresses = Callable[[Chunk, Group], Array]
+_SPACES = ("global", "shared", "local", "param", "const")
+_STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an instruction does to memory, but for the addresses.
+
+    Attributes
+    ----------
+    space : str
+        "global", "shared", "local" or, where the address itself says it, "".
+    size : int
+        Bytes a thread.
+    flags : int
+        STRONG or FLYING, see `native.track`.
+    """
+
+    pc: int
+    space: str
+    size: int
+    write: bool
+    flags: int = 0
+
+
+def reach(chunk: Chunk, access: Access, addresses: Array, lanes: Array) -> tuple[Bytes, Array]:
+    """The memory of an access and the offsets in it, checked and counted.
+
+    Raises
+    ------
+    SimulationError
+        At an address that does not exist or is not aligned and, with checks on, at a race.
+    """
+    if access.space == "global":
+        memory: Bytes = chunk.global_memory
+        offsets, bad, code = native.find_in_arena(
+            addresses, GLOBAL_BASE, chunk.global_memory.rights, access.size,
+            native.READABLE | native.WRITABLE if access.write else native.READABLE,
+        )  # fmt: skip
+        chunk.launch.writes += access.write
+    elif access.space == "shared":
+        memory = chunk.shared
+        offsets, bad, code = native.find_in_own(
+            addresses, chunk.block_of[lanes], chunk.shared_stride, chunk.shared_limit, access.size
+        )
+    else:
+        memory = chunk.local
+        offsets, bad, code = native.find_in_own(
+            addresses, lanes, chunk.local_stride, chunk.local_limit, access.size
+        )
+    if bad >= 0:
+        raise _bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
+    if chunk.checks is not None and access.space != "local":
+        _check(chunk, access, offsets, lanes)
+    return memory, offsets
+
+
+def _check(chunk: Chunk, access: Access, offsets: Array, lanes: Array) -> None:
+    checks, counts, pc = chunk.checks, chunk.launch.counts, access.pc
+    assert checks is not None
+    if access.space == "global":
+        regions = chunk.global_memory.region_of
+        native.count_sectors(
+            offsets,
+            lanes,
+            access.size,
+            regions,
+            counts.global_[pc],
+            counts.arrays[access.write + 0],
+        )
+        note = checks.global_
+    else:
+        native.count_banks(offsets, lanes, access.size, counts.shared[pc])
+        note = checks.shared
+    code = note(offsets, lanes, access.size, pc, access.flags, access.write)
+    if code:
+        raise collision(chunk, access, offsets, lanes, code)
+
+
+def split_by_space(access: Access, addresses: Array) -> Iterator[tuple[Access, Array, int]]:
+    """For generic addresses: which of them lie in which memory, and where that begins."""
+    if access.space:
+        yield access, np.ones(addresses.size, bool), 0
+        return
+    limits = (
+        (0, SHARED_BASE, "global", 0),
+        (SHARED_BASE, LOCAL_BASE, "shared", SHARED_BASE),
+        (LOCAL_BASE, GLOBAL_BASE, "local", LOCAL_BASE),
+        (GLOBAL_BASE, 1 << 63, "global", 0),
+    )
+    for low, high, space, base in limits:
+        chosen = (addresses >= low) & (addresses < high)
+        if chosen.any():
+            part = Access(access.pc, space, access.size, access.write, access.flags)
+            yield part, chosen, base
+
+
+# ----------------------------------------------------------------------------------- faults
+
+
+def _verb(access: Access) -> str:
+    return "writes" if access.write else "reads"
+
+
+def _bad_address(
+    chunk: Chunk, access: Access, address: int, lane: int, code: int
+) -> SimulationError:
+    where = chunk.launch.where(access.pc)
+    kind = {
+        native.OUT_OF_RANGE: faults.OUT_OF_RANGE,
+        native.MISALIGNED: faults.MISALIGNED,
+        native.READ_ONLY: faults.READ_ONLY,
+    }[code]
+    who = f"{chunk.name(lane)} {_verb(access)} {access.size} bytes at {at(where)}"
+    if access.space == "global":
+        target = describe(chunk.global_memory, address, access.size)
+    else:
+        limit = chunk.shared_limit if access.space == "shared" else chunk.local_limit
+        owner = "its block" if access.space == "shared" else "the thread"
+        target = f"byte {address} of {access.space} memory, of which {owner} has {limit}"
+    return SimulationError(kind, f"{who}: {target}", where)
+
+
+def collision(
+    chunk: Chunk, access: Access, offsets: Array, lanes: Array, code: int
+) -> SimulationError:
+    """What `native.track` found wrong with an access, in words."""
+    assert chunk.checks is not None
+    i, tag, row = (int(x) for x in chunk.checks.fault)
+    where, launch = chunk.launch.where(access.pc), chunk.launch
+    target = _target(chunk, access, int(offsets[i]), row)
+    message = f"{chunk.name(int(lanes[i]))} {_verb(access)} {target} at {at(where)}"
+    if code == native.UNWRITTEN:
+        return SimulationError(faults.UNWRITTEN, f"{message}: nobody wrote it before", where)
+    block, thread = divmod(tag >> native.WHO, chunk.threads)
+    pc = tag >> native.PC & native.PC_MASK
+    other, earlier = launch.where(pc), launch.code.program.instructions[pc]
+    did = "read" if earlier.op in ("ld", "ldmatrix") else "wrote"
+    who = f"thread {thread} of block {block}"
+    if code == native.IN_FLIGHT:
+        return SimulationError(
+            faults.IN_FLIGHT,
+            f"{message}, where a copy that {who} started at {at(other)} has not arrived",
+            where,
+            other,
+        )
+    own = f"block {chunk.first + int(chunk.block_of[lanes[i]])}"
+    missing = "no barrier" if own == f"block {block}" else "nothing that orders the blocks"
+    return SimulationError(
+        faults.RACE,
+        f"{message}; {who} {did} it at {at(other)}, with {missing} in between",
+        where,
+        other,
+    )
+
+
+def _target(chunk: Chunk, access: Access, offset: int, row: int) -> str:
+    """The memory that an access collides in, by name."""
+    if access.space == "global":
+        memory = chunk.global_memory
+        region = memory.regions[int(memory.region_of[offset >> native.PAGE_BITS])]
+        return region.element(offset)
+    assert chunk.checks is not None
+    byte = (row << chunk.checks.shift) % chunk.shared_stride
+    variables = [
+        v
+        for v in chunk.launch.code.program.variables.values()
+        if v.space == "shared" and v.offset <= byte
+    ]
+    if not variables:
+        return f"byte {byte} of shared memory"
+    variable = max(variables, key=lambda v: v.offset)
+    return f"byte {byte - variable.offset} of {variable.name} (shared)"
+
+
+# -------------------------------------------------------------------------- loads and stores
+
+
+def addresses_of(decoder: Decoder, operand: Operand) -> Addresses:
+    """A function that gives the addresses of an operand in the lanes of a group."""
+    if not isinstance(operand, Mem):
+        raise UnknownInstructionError(f"address {operand}")
+    base, offset = operand.base, operand.offset
+    if isinstance(base, (Sym, Imm)):
+        start = decoder.address(base.name) if isinstance(base, Sym) else base.value
+        return lambda chunk, group: np.full(group.count, start + offset)
+    if not isinstance(base, Reg):
+        raise UnknownInstructionError(f"address {operand}")
+    index, wide = base.index, decoder.types[base.index].itemsize == 8
+
+    def addresses(chunk: Chunk, group: Group) -> Array:
+        x = chunk.of_lanes(chunk.registers[index], group)
+        x = x.view(np.int64) if wide else x.view(np.uint32).astype(np.int64)
+        return x + offset if offset else x
+
+    return addresses
+
+
+def _space(decoder: Decoder, instruction: Instruction, operand: Operand) -> str:
+    """The memory that an instruction names; parameters of functions lie in local memory."""
+    named = [m.partition("__")[0] for m in instruction.mods]
+    space = next((s for s in _SPACES if s in named), "")
+    if space == "param":
+        base = operand.base if isinstance(operand, Mem) else None
+        variable = decoder.program.variables.get(base.name) if isinstance(base, Sym) else None
+        return variable.space if variable is not None else "param"
+    return "global" if space == "const" else space
+
+
+def _vector(instruction: Instruction) -> int:
+    return next((int(m[1:]) for m in instruction.mods if m in ("v2", "v4", "v8")), 1)
+
+
+def _items(operand: Operand) -> tuple[Operand, ...]:
+    return operand.items if isinstance(operand, Vec) else (operand,)
+
+
+@builder("ld", "ldu")
+def _ld(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    target, source = instruction.operands[:2]
+    kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
+    space, element = _space(decoder, instruction, source), SIZES[kind]
+    puts = [decoder.put_lanes(item, kind) for item in _items(target)]
+    if space == "param":
+        return _ld_param(decoder, target, source, kind, count)
+    strong = any(m in _STRONG for m in mods)
+    access = Access(pc, space, element * count, False, native.STRONG if strong else 0)
+    addresses, dtype = addresses_of(decoder, source), DTYPES[kind]
+
+    def load(chunk: Chunk, group: Group) -> None:
+        where = addresses(chunk, group)
+        memory, offsets = reach(chunk, access, where, group.lanes)
+        for put, values in zip(puts, memory.load(offsets, element, count), strict=True):
+            put(chunk, values.view(dtype), group)
+
+    def load_anywhere(chunk: Chunk, group: Group) -> None:
+        where, lanes = addresses(chunk, group), group.lanes
+        results = [np.empty(group.count, f"u{element}") for _ in puts]
+        for part, chosen, base in split_by_space(access, where):
+            memory, offsets = reach(chunk, part, where[chosen] - base, lanes[chosen])
+            loaded = memory.load(offsets, element, count)
+            for result, values in zip(results, loaded, strict=True):
+                result[chosen] = values
+        for put, values in zip(puts, results, strict=True):
+            put(chunk, values.view(dtype), group)
+
+    plain = load if space else load_anywhere
+    if not strong:
+        return plain
+
+    def load_in_order(chunk: Chunk, group: Group) -> None:
+        where = addresses(chunk, group)  # before the load replaces the register
+        plain(chunk, group)
+        chunk.polled = True
+        if chunk.checks is not None:
+            chunk.checks.acquire(group.lanes, where, "acquire" not in mods)
+
+    return load_in_order
+
+
+def _ld_param(decoder: Decoder, target: Operand, source: Operand, kind: str, count: int) -> Step:
+    """A kernel's parameters: the same for all threads."""
+    element, dtype = SIZES[kind], DTYPES[kind]
+    puts = [decoder.put(item, kind) for item in _items(target)]
+    if isinstance(source, Mem) and isinstance(source.base, Sym):
+        start = decoder.address(source.base.name) + source.offset
+
+        def load(chunk: Chunk, group: Group) -> None:
+            values = np.frombuffer(chunk.launch.params, dtype, count, start)
+            for put, value in zip(puts, values, strict=True):
+                put(chunk, value, group)
+
+        return load
+    addresses = addresses_of(decoder, source)
+    put_lanes = [decoder.put_lanes(item, kind) for item in _items(target)]
+
+    def load_by_address(chunk: Chunk, group: Group) -> None:
+        data = np.frombuffer(chunk.launch.params, np.uint8)
+        rows = addresses(chunk, group)[:, None] + np.arange(element * count)
+        table = data[rows].view(dtype)
+        for i, put in enumerate(put_lanes):
+            put(chunk, table[:, i].copy(), group)
+
+    return load_by_address
+
+
+@builder("st")
+def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    target, source = instruction.operands
+    kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
+    space, element = _space(decoder, instruction, target), SIZES[kind]
+    strong = any(m in _STRONG for m in mods)
+    access = Access(pc, space, element * count, True, native.STRONG if strong else 0)
+    addresses = addresses_of(decoder, target)
+    getters = [decoder.get(item, kind) for item in _items(source)]
+
+    def store(chunk: Chunk, group: Group) -> None:
+        where = addresses(chunk, group)
+        memory, offsets = reach(chunk, access, where, group.lanes)
+        values = [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+        memory.store(offsets, values, element)
+
+    def store_anywhere(chunk: Chunk, group: Group) -> None:
+        where, lanes = addresses(chunk, group), group.lanes
+        values = [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+        for part, chosen, base in split_by_space(access, where):
+            memory, offsets = reach(chunk, part, where[chosen] - base, lanes[chosen])
+            memory.store(offsets, [value[chosen] for value in values], element)
+
+    plain = store if space else store_anywhere
+    if not strong:
+        return plain
+
+    def store_in_order(chunk: Chunk, group: Group) -> None:
+        plain(chunk, group)
+        if chunk.checks is not None:
+            chunk.checks.release(group.lanes, addresses(chunk, group), "release" not in mods)
+
+    return store_in_order
+
+
+# ---------------------------------------------------------------------------------- atomics
+
+_ATOMICS: dict[str, Callable[..., Any]] = {
+    "add": lambda old, a: old + a,
+    "exch": lambda old, a: a,
+    "min": min,
+    "max": max,
+    "and": lambda old, a: old & a,
+    "or": lambda old, a: old | a,
+    "xor": lambda old, a: old ^ a,
+    "inc": lambda old, a: old.dtype.type(0) if old >= a else old + old.dtype.type(1),
+    "dec": lambda old, a: a if old == 0 or old > a else old - old.dtype.type(1),
+    "cas": lambda old, compare, new: new if old == compare else old,
+}
+
+
+@builder("atom", "red")
+def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    """One lane after the other, as the memory does."""
+    mods, kind = instruction.mods, instruction.mods[-1]
+    operands = list(instruction.operands)
+    target = operands.pop(0) if instruction.op == "atom" else None
+    name = next((m for m in mods if m in _ATOMICS), "")
+    if not name or _vector(instruction) > 1 or kind.endswith("x2"):
+        raise UnknownInstructionError(instruction.opcode)
+    change, element, dtype = _ATOMICS[name], SIZES[kind], DTYPES[kind]
+    access = Access(pc, _space(decoder, instruction, operands[0]), element, True, native.STRONG)
+    addresses, put = addresses_of(decoder, operands[0]), decoder.put_lanes(target, kind)
+    getters = [decoder.get(x, kind) for x in operands[1:]]
+    acquires = any(m in mods for m in ("acquire", "acq_rel"))
+    releases = any(m in mods for m in ("release", "acq_rel"))
+
+    def update(chunk: Chunk, group: Group) -> None:
+        where, lanes = addresses(chunk, group), group.lanes
+        writes = chunk.launch.writes
+        old = np.empty(group.count, dtype)
+        values = [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+        changed = False
+        for part, chosen, base in split_by_space(access, where):
+            memory, offsets = reach(chunk, part, where[chosen] - base, lanes[chosen])
+            cells = memory.bytes.view(dtype)
+            for i, cell in zip(
+                np.flatnonzero(chosen).tolist(), (offsets // element).tolist(), strict=True
+            ):
+                before = cells[cell]
+                old[i] = before
+                cells[cell] = change(before, *(value[i] for value in values))
+                changed |= bool(cells[cell] != before)
+        # Who polls with an atomic that changes nothing gives nobody anything new to see.
+        chunk.launch.writes = writes + changed
+        put(chunk, old, group)
+        chunk.polled = True
+        if chunk.checks is not None:
+            chunk.checks.acquire(lanes, where, not acquires)
+            chunk.checks.release(lanes, where, not releases)
+
+    return update
+
+
+@builder("membar", "fence")
+def _fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    def fence(chunk: Chunk, group: Group) -> None:
+        if chunk.checks is not None:
+            chunk.checks.fence(group.lanes)
+
+    return fence
