@@ -38,6 +38,16 @@ struct Share {
   }
 };
 
+// x[r] = source of this thread's r-th row, 0 where that does not exist.
+template <int ROWS, typename Acc>
+__device__ __forceinline__ void load_rows(Acc (&x)[ROWS], const Acc* source, int row, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    int at = row + spread<Acc, ROWS, 4>(r);
+    x[r] = at < rows ? source[at] : Acc(0);
+  }
+}
+
 // VEC: elements that global memory is read by, 16 bytes' worth where addresses, strides and head
 // dims allow it, else 1. ASYNC: 1 where cp.async can load the tiles, which does not convert.
 template <typename T,
@@ -97,168 +107,153 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   __syncthreads();
   int64 ticket = *ticket_smem;
   int64 heads_total = batch * heads_kv;
-  int64 heads_each = heads_q / heads_kv;
-  int64 batch_index = ticket % heads_total / heads_kv;
-  int64 head_kv = ticket % heads_kv;
+  int heads_each = int(heads_q / heads_kv);
+  int batch_index = int(ticket % heads_total / heads_kv);
+  int head_kv = int(ticket % heads_kv);
   int k_tile = int(ticket / heads_total);
   int k_start = k_tile * BLOCK_N;
-  int first_row = ShareS::first_row(), first_col = ShareS::first_col();
 
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int q_first = first_query<FEATURES>(band, k_start);
   int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
   int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
-  int tiles_seen = q_first < q_last ? cdiv(q_last, BLOCK_M) - q_first / BLOCK_M : 0;
-  int steps = int(heads_each) * tiles_seen;
-  int64 head = head_kv * heads_each;
-  int q_tile = q_first / BLOCK_M + tiles_seen - 1;  // last to first, then on to the next head
-
-  dout += batch_index * dout_strides.batch;
-  q += batch_index * q_strides.batch;
-  k += batch_index * k_strides.batch + head_kv * k_strides.head + k_start * k_strides.row;
-  v += batch_index * v_strides.batch + head_kv * v_strides.head + k_start * v_strides.row;
-  dq += batch_index * dq_strides.batch;
-  dk += batch_index * dk_strides.batch + head_kv * dk_strides.head + k_start * dk_strides.row;
-  dv += batch_index * dv_strides.batch + head_kv * dv_strides.head + k_start * dv_strides.row;
-  lse += batch_index * heads_q * seqlen_q;
-  delta += batch_index * heads_q * seqlen_q;
-  dq_acc += batch_index * heads_q * tiles_q * (BLOCK_M * HEAD_DIM);
-  turns += 1 + batch_index * heads_q * tiles_q;
+  int tile_first = q_first / BLOCK_M;
+  int tiles_seen = q_first < q_last ? cdiv(q_last, BLOCK_M) - tile_first : 0;
+  int head = head_kv * heads_each;
+  int q_tile = tile_first + tiles_seen - 1;  // last to first, then on to the next head
 
   // 2. Load the K and V tiles
-  load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(k_smem, k, k_strides.row,
-                                                       band.kv_length - k_start, int(head_dim));
-  load_tile<T, BLOCK_N, HEAD_DIM_V, VEC, ASYNC, THREADS>(v_smem, v, v_strides.row,
-                                                         band.kv_length - k_start, int(head_dim_v));
+  load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
+      k_smem, k + offset_of(k_strides, batch_index, head_kv, k_start), k_strides.row,
+      band.kv_length - k_start, int(head_dim));
+  load_tile<T, BLOCK_N, HEAD_DIM_V, VEC, ASYNC, THREADS>(
+      v_smem, v + offset_of(v_strides, batch_index, head_kv, k_start), v_strides.row,
+      band.kv_length - k_start, int(head_dim_v));
 
   // 3. Start dk and dv
   Acc dk_acc[ShareK::R][ShareK::C] = {}, dv_acc[ShareV::R][ShareV::C] = {};
 
   // 4. Walk over the query tiles
-  const Acc* q_rows = q_smem + tile_offset<Acc, HEAD_DIM>(first_row, 0);
-  const Acc* k_rows = k_smem + tile_offset<Acc, HEAD_DIM>(first_col, 0);
-  const Acc* dout_rows = dout_smem + tile_offset<Acc, HEAD_DIM_V>(first_row, 0);
-  const Acc* v_rows = v_smem + tile_offset<Acc, HEAD_DIM_V>(first_col, 0);
+  int first_row = ShareS::first_row(), first_col = ShareS::first_col();
   Acc* p_rows = p_smem + tile_offset<Acc, BLOCK_N>(first_row, first_col);
-  int* turn_taken = nullptr;
+  int turn_taken = 0;
   int turn = 0;
+  int steps = heads_each * tiles_seen;
   for (int step = 0; step < steps; ++step) {
     int q_start = q_tile * BLOCK_M;
+    int64 query_head = batch_index * heads_q + head;
     // 4a. Load q, dout, lse and delta
     if (step == 0) {
       load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
-          q_smem, q + head * q_strides.head + q_start * q_strides.row, q_strides.row,
+          q_smem, q + offset_of(q_strides, batch_index, head, q_start), q_strides.row,
           band.q_length - q_start, int(head_dim));
       load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
-          dout_smem, dout + head * dout_strides.head + q_start * dout_strides.row, dout_strides.row,
+          dout_smem, dout + offset_of(dout_strides, batch_index, head, q_start), dout_strides.row,
           band.q_length - q_start, int(head_dim_v));
     }
     Acc row_lse[ROWS], row_delta[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      int row = q_start + first_row + spread<Acc, ROWS, 4>(r);
-      bool exists = row < band.q_length;
-      row_lse[r] = exists ? finite_or_zero(lse[head * seqlen_q + row]) : Acc(0);
-      row_delta[r] = exists ? delta[head * seqlen_q + row] : Acc(0);
-    }
+    load_rows<ROWS>(row_lse, lse + query_head * seqlen_q, q_start + first_row, band.q_length);
     if (ASYNC) cp_async_wait_all();
     __syncthreads();  // q and dout are there; everybody has added to the last dq
-    if (threadIdx.x == 0 && step > 0) st_release(turn_taken, turn + 1);
+    if (threadIdx.x == 0 && step > 0) st_release(turns + turn_taken, turn + 1);
 
     // 4b. p = exp(s - lse)
-    Acc p[ROWS][KEYS] = {};
-    multiply_nt<ROWS, KEYS, 4, HEAD_DIM>(p, q_rows, k_rows);
+    Acc p[ROWS][KEYS] = {}, slope[ROWS][KEYS];  // the slope of the cap: 1, in no register, without
+    multiply_nt<ROWS, KEYS, 4, HEAD_DIM>(p, q_smem + tile_offset<Acc, HEAD_DIM>(first_row, 0),
+                                         k_smem + tile_offset<Acc, HEAD_DIM>(first_col, 0));
     bool unmasked =
         tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int row = q_start + first_row + spread<Acc, ROWS, 4>(r);
-      Acc slope[KEYS];  // p times the slope of the cap: what is left to do for ds
+      Acc subtrahend = finite_or_zero(row_lse[r]);
 #pragma unroll
       for (int c = 0; c < KEYS; ++c) {
         int col = k_start + first_col + spread<Acc, KEYS, 8>(c);
-        Acc capped = capped_score<FEATURES>(score, p[r][c]);
+        Acc s = capped_score<FEATURES>(score, p[r][c]);
+        slope[r][c] = uncapped_gradient<FEATURES>(score, Acc(1), s);
         if (unmasked) {
-          Acc s = biased_score<FEATURES>(score, capped, batch_index, head, row, col);
-          p[r][c] = exp_of(s - row_lse[r]);
+          s = biased_score<FEATURES>(score, s, batch_index, head, row, col);
         } else {
           bool seen = sees<FEATURES>(score, band, batch_index, head, row, col);
-          Acc s = seen ? biased_score<FEATURES>(score, capped, batch_index, head, row, col) : -INF;
-          p[r][c] = exp_of(s - row_lse[r]);
+          s = seen ? biased_score<FEATURES>(score, s, batch_index, head, row, col) : -INF;
         }
-        slope[c] = uncapped_gradient<FEATURES>(score, p[r][c], capped);
+        p[r][c] = exp_of(s - subtrahend);
       }
       store_tile_row<KEYS, 8>(p_rows + tile_offset<Acc, BLOCK_N>(spread<Acc, ROWS, 4>(r), 0), p[r]);
-#pragma unroll
-      for (int c = 0; c < KEYS; ++c) p[r][c] = slope[c];
     }
     __syncthreads();  // p is there
 
     // 4c. dv += p^T dout
+    load_rows<ROWS>(row_delta, delta + query_head * seqlen_q, q_start + first_row, band.q_length);
     multiply_tn<ShareV::R, ShareV::C, 4, BLOCK_M, BLOCK_N, HEAD_DIM_V>(
         dv_acc, p_smem + ShareV::first_row(), dout_smem + ShareV::first_col());
 
     // 4d. ds = p * (dout v^T - delta)
     Acc dp[ROWS][KEYS] = {};
-    multiply_nt<ROWS, KEYS, 4, HEAD_DIM_V>(dp, dout_rows, v_rows);
+    multiply_nt<ROWS, KEYS, 4, HEAD_DIM_V>(dp,
+                                           dout_smem + tile_offset<Acc, HEAD_DIM_V>(first_row, 0),
+                                           v_smem + tile_offset<Acc, HEAD_DIM_V>(first_col, 0));
     __syncthreads();  // p and dout are free
-    int next_tile = q_tile > q_first / BLOCK_M ? q_tile - 1 : q_first / BLOCK_M + tiles_seen - 1;
-    int64 next_head = head + (q_tile > q_first / BLOCK_M ? 0 : 1);
+    bool same_head = q_tile > tile_first;
+    int next_tile = same_head ? q_tile - 1 : tile_first + tiles_seen - 1;
+    int next_head = same_head ? head : head + 1;
     int next_start = next_tile * BLOCK_M;
     if (step + 1 < steps) {
       load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
-          dout_smem, dout + next_head * dout_strides.head + next_start * dout_strides.row,
+          dout_smem, dout + offset_of(dout_strides, batch_index, next_head, next_start),
           dout_strides.row, band.q_length - next_start, int(head_dim_v));
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+      Acc* p_row = p_rows + tile_offset<Acc, BLOCK_N>(spread<Acc, ROWS, 4>(r), 0);
+      Acc ds[KEYS];
+      load_tile_row<KEYS, 8>(ds, p_row);  // our own p: registers are scarcer than these loads
 #pragma unroll
-      for (int c = 0; c < KEYS; ++c) dp[r][c] = p[r][c] * (dp[r][c] - row_delta[r]);
-      store_tile_row<KEYS, 8>(p_rows + tile_offset<Acc, BLOCK_N>(spread<Acc, ROWS, 4>(r), 0),
-                              dp[r]);
+      for (int c = 0; c < KEYS; ++c) ds[c] *= slope[r][c] * (dp[r][c] - row_delta[r]);
+      store_tile_row<KEYS, 8>(p_row, ds);
     }
     __syncthreads();  // ds is there
 
     // 4e. dk += ds^T q
+    turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;
+    turn_taken = 1 + int(query_head) * tiles_q + q_tile;
+    if (threadIdx.x == 0) {
+      while (ld_acquire(turns + turn_taken) != turn) {
+      }
+    }
+    __syncwarp();
     multiply_tn<ShareK::R, ShareK::C, 4, BLOCK_M, BLOCK_N, HEAD_DIM>(
         dk_acc, p_smem + ShareK::first_row(), q_smem + ShareK::first_col());
 
     // 4f. dq += ds k
-    turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;
-    turn_taken = turns + head * tiles_q + q_tile;
-    bool last_turn = k_start + BLOCK_N >= last_key<FEATURES>(band, q_start + BLOCK_M);
-    if (threadIdx.x == 0) {
-      while (ld_acquire(turn_taken) != turn) {
-      }
-    }
     __syncthreads();  // q is free, and it is our turn to add
     if (step + 1 < steps) {
       load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
-          q_smem, q + next_head * q_strides.head + next_start * q_strides.row, q_strides.row,
+          q_smem, q + offset_of(q_strides, batch_index, next_head, next_start), q_strides.row,
           band.q_length - next_start, int(head_dim));
     }
-    Acc dq_part[ShareQ::R][ShareQ::C] = {};
+    Acc* sum = dq_acc + (query_head * tiles_q + q_tile) * (BLOCK_M * HEAD_DIM) +
+               ShareQ::first_row() * HEAD_DIM + ShareQ::first_col();
+    Acc dq_part[ShareQ::R][ShareQ::C] = {};  // and what the blocks before us have added
+    if (turn > 0) {
+#pragma unroll
+      for (int r = 0; r < ShareQ::R; ++r) {
+        load_tile_row<ShareQ::C, 8>(dq_part[r], sum + spread<Acc, ShareQ::R, 4>(r) * HEAD_DIM);
+      }
+    }
     multiply_nn<ShareQ::R, ShareQ::C, 4, BLOCK_N, HEAD_DIM>(
         dq_part, p_smem + tile_offset<Acc, BLOCK_N>(ShareQ::first_row(), 0),
         k_smem + ShareQ::first_col());
-    Acc* sum = dq_acc + (head * tiles_q + q_tile) * (BLOCK_M * HEAD_DIM);
+    bool last_turn = k_start + BLOCK_N >= last_key<FEATURES>(band, q_start + BLOCK_M);
 #pragma unroll
     for (int r = 0; r < ShareQ::R; ++r) {
-      int row = ShareQ::first_row() + spread<Acc, ShareQ::R, 4>(r);
-      Acc* sum_row = sum + row * HEAD_DIM + ShareQ::first_col();
-#pragma unroll
-      for (int c = 0; c < ShareQ::C; c += W) {
-        Acc before[W] = {};
-        if (turn > 0) load16(before, sum_row + spread<Acc, ShareQ::C, 8>(c));
-#pragma unroll
-        for (int i = 0; i < W; ++i)
-          dq_part[r][c + i] = before[i] + Acc(score.scale) * dq_part[r][c + i];
-      }
+      int row = q_start + ShareQ::first_row() + spread<Acc, ShareQ::R, 4>(r);
       if (!last_turn) {
-        store_tile_row<ShareQ::C, 8>(sum_row, dq_part[r]);
-      } else if (q_start + row < seqlen_q) {
-        store_row<ShareQ::C, 8, VEC>(dq + head * dq_strides.head + (q_start + row) * dq_strides.row,
-                                     dq_part[r], Acc(1), ShareQ::first_col(), int(head_dim));
+        store_tile_row<ShareQ::C, 8>(sum + spread<Acc, ShareQ::R, 4>(r) * HEAD_DIM, dq_part[r]);
+      } else if (row < seqlen_q) {
+        store_row<ShareQ::C, 8, VEC>(dq + offset_of(dq_strides, batch_index, head, row), dq_part[r],
+                                     Acc(score.scale), ShareQ::first_col(), int(head_dim));
       }
     }
     q_tile = next_tile;
@@ -266,9 +261,11 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   }
   if (ASYNC) cp_async_wait_all();
   __syncthreads();
-  if (threadIdx.x == 0 && steps > 0) st_release(turn_taken, turn + 1);
+  if (threadIdx.x == 0 && steps > 0) st_release(turns + turn_taken, turn + 1);
 
   // 5. Scale and store
+  dk += offset_of(dk_strides, batch_index, head_kv, k_start);
+  dv += offset_of(dv_strides, batch_index, head_kv, k_start);
 #pragma unroll
   for (int r = 0; r < ShareK::R; ++r) {
     int row = ShareK::first_row() + spread<Acc, ShareK::R, 4>(r);
@@ -289,10 +286,10 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   if (k_tile > 0) return;
   for (int q_start = 0; q_start < seqlen_q; q_start += BLOCK_M) {
     if (first_key<FEATURES>(band, q_start) < last_key<FEATURES>(band, q_start + BLOCK_M)) continue;
-    for (int64 h = head_kv * heads_each; h < (head_kv + 1) * heads_each; ++h) {
+    for (int h = head_kv * heads_each; h < (head_kv + 1) * heads_each; ++h) {
       for (int row = q_start; row < min(int64(q_start + BLOCK_M), seqlen_q); ++row) {
         for (int col = threadIdx.x; col < head_dim; col += THREADS) {
-          dq[h * dq_strides.head + row * dq_strides.row + col] = from_acc<T>(Acc(0));
+          dq[offset_of(dq_strides, batch_index, h, row) + col] = from_acc<T>(Acc(0));
         }
       }
     }

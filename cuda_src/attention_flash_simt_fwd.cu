@@ -62,27 +62,24 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
 
   // 1. Which rows are ours
   int64 heads_total = batch * heads_q;
-  int64 batch_index = blockIdx.x % heads_total / heads_q;
-  int64 head = blockIdx.x % heads_q;
-  int64 head_kv = head / (heads_q / heads_kv);
+  int batch_index = int(blockIdx.x % heads_total / heads_q);
+  int head = int(blockIdx.x % heads_q);
+  int head_kv = head / int(heads_q / heads_kv);
   int q_start = int(cdiv(seqlen_q, int64(BLOCK_M)) - 1 - blockIdx.x / heads_total) * BLOCK_M;
   int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
   int first_row = warp_id * WARP_ROWS + lane_row<LANES_ROWS>(lane_id) * group<Acc, ROWS>();
   int first_col = lane_col<LANES_ROWS>(lane_id) * W;
-
-  q += batch_index * q_strides.batch + head * q_strides.head + q_start * q_strides.row;
-  k += batch_index * k_strides.batch + head_kv * k_strides.head;
-  v += batch_index * v_strides.batch + head_kv * v_strides.head;
-  out += batch_index * out_strides.batch + head * out_strides.head + q_start * out_strides.row;
-  lse += (batch_index * heads_q + head) * seqlen_q + q_start;
+  k += offset_of(k_strides, batch_index, head_kv, 0);
+  v += offset_of(v_strides, batch_index, head_kv, 0);
 
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int k_start = first_key<FEATURES>(band, q_start) / BLOCK_N * BLOCK_N;
   int k_end = last_key<FEATURES>(band, q_start + BLOCK_M);
 
   // 2. Load the Q tile
-  load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(q_smem, q, q_strides.row,
-                                                       band.q_length - q_start, int(head_dim));
+  load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
+      q_smem, q + offset_of(q_strides, batch_index, head, q_start), q_strides.row,
+      band.q_length - q_start, int(head_dim));
   load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
       k_smem, k + k_start * k_strides.row, k_strides.row, k_end - k_start, int(head_dim));
 
@@ -160,14 +157,17 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   if (ASYNC) cp_async_wait_all();  // no block may end with copies on their way
 
   // 5. Normalise and store
+  out += offset_of(out_strides, batch_index, head, q_start);
+  lse += (batch_index * heads_q + head) * seqlen_q + q_start;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     int row = first_row + spread<Acc, ROWS, LANES_ROWS>(r);
     Acc sum = row_sum_of<LANES_ROWS>(row_sum[r]);
-    if (q_start + row >= seqlen_q) continue;
-    Acc inverse = sum == 0 ? Acc(0) : 1 / sum;  // a row that sees no key gives 0
-    store_row<DIMS, LANES_COLS, VEC>(out + row * out_strides.row, acc[r], inverse, first_col,
-                                     int(head_dim_v));
-    if (first_col == 0) lse[row] = row_max[r] + log(sum);
+    if (q_start + row < seqlen_q) {
+      Acc inverse = sum == 0 ? Acc(0) : 1 / sum;  // a row that sees no key gives 0
+      store_row<DIMS, LANES_COLS, VEC>(out + row * out_strides.row, acc[r], inverse, first_col,
+                                       int(head_dim_v));
+      if (first_col == 0) lse[row] = row_max[r] + log(sum);
+    }
   }
 }

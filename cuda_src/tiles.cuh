@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_nt(Acc (&acc)[R][C], const Acc* a, cons
 #pragma unroll
       for (int i = 0; i < W; ++i) {
 #pragma unroll
-        for (int r = 0; r < R; ++r) acc[r][c] += x[r][i] * y[i];
+        for (int r = 0; r < R; ++r) acc[r][c] += x[r][i ^ r % 2] * y[i ^ r % 2];
       }
     }
   }
@@ -161,7 +161,10 @@ __device__ __forceinline__ void multiply_nn(Acc (&acc)[R][C], const Acc* a, cons
 #pragma unroll
       for (int r = 0; r < R; ++r) {
 #pragma unroll
-        for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * y[c];
+        for (int j = 0; j < C; ++j) {
+          int c = r % 2 ? C - 1 - j : j;
+          acc[r][c] += x[r][i] * y[c];
+        }
       }
     }
   }
@@ -188,8 +191,26 @@ __device__ __forceinline__ void multiply_tn(Acc (&acc)[R][C], const Acc* a, cons
 #pragma unroll
       for (int r = 0; r < R; ++r) {
 #pragma unroll
-        for (int c = 0; c < C; ++c) acc[r][c] += x[r] * y[c];
+        for (int j = 0; j < C; ++j) {
+          int c = r % 2 ? C - 1 - j : j;
+          acc[r][c] += x[r] * y[c];
+        }
       }
+    }
+  }
+}
+
+// Reads this thread's C columns of one row of a tile, of which source is the first.
+template <int C, int LANES_COLS, typename Acc>
+__device__ __forceinline__ void load_tile_row(Acc (&x)[C], const Acc* source) {
+  constexpr int W = vec_length<Acc>();
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const Acc* from = source + spread<Acc, C, LANES_COLS>(c);
+    if (C % W != 0) {
+      x[c] = *from;
+    } else if (c % W == 0) {
+      load16(x + c, from);
     }
   }
 }
