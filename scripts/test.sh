@@ -19,4 +19,4 @@ say "mypy"
 "$python" -m mypy
 
 say "pytest${*:+ $*}"
-exec "$python" -m pytest --numprocesses 2 "$@"
+exec "$python" -m pytest --numprocesses auto --maxprocesses 8 "$@"
