@@ -68,11 +68,12 @@ def attention(
     layout : {"bhnd", "bnhd"}, default "bhnd"
         ``"bnhd"`` takes and returns (batch, seqlen, heads, head_dim); lse, mask and bias stay
         (batch, heads, ...).
-    backend : {"auto", "cuda", "numba", "cpu", "reference"}, default "auto"
+    backend : {"auto", "cuda", "numba", "cpu", "reference", "cuda-simulator", "numba-simulator"}
         ``"auto"`` is ``"cuda"`` where there is a usable GPU, else ``"cpu"``. NumPy arrays given to
-        a GPU backend are copied there and back.
+        a GPU backend are copied there and back. The simulators run the kernels of a GPU backend on
+        the CPU, slowly, and raise `SimulationError` where a kernel is at fault.
     kernel : str, optional
-        Name of a row of `KERNELS` to use, for the GPU backends.
+        Name of a row of `KERNELS` to use, for the GPU backends and the simulators.
 
     Returns
     -------
@@ -187,7 +188,7 @@ def merge_attention(
         Two or more partial results, of equal shapes and dtype.
     lses : sequence of arrays, shape (..., seqlen_q)
         Their log-sum-exps, float32 (float64 for float64). A part with ``(0, -inf)`` changes no bit.
-    backend : {"auto", "cuda", "numba", "cpu", "reference"}, default "auto"
+    backend : {"auto", "cuda", "numba", "cpu", "reference", "cuda-simulator", "numba-simulator"}
         As in `attention`.
 
     Returns
@@ -219,7 +220,7 @@ def vector_add(
         float16, bfloat16, float32 or float64; any strides. Nothing is broadcast.
     out : array, optional
         Where to put the result; it overlaps neither a nor b.
-    backend : {"auto", "cuda", "numba", "cpu", "reference"}, default "auto"
+    backend : {"auto", "cuda", "numba", "cpu", "reference", "cuda-simulator", "numba-simulator"}
         As in `attention`.
     kernel : {"vector_add_vec4", "vector_add"}, optional
         For the GPU backends; the first one that takes the arrays by default.

@@ -32,7 +32,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 LAYOUTS = ("bhnd", "bnhd")
 HOST_BACKENDS = ("cpu", "reference")
 DEVICE_BACKENDS = ("cuda", "numba")
-BACKENDS = ("auto", *DEVICE_BACKENDS, *HOST_BACKENDS)
+SIMULATOR_BACKENDS = ("cuda-simulator", "numba-simulator")  # the same kernels, on the host
+SIMULATOR_ARCH = "sm_80"  # the instruction set that they know
+KERNEL_BACKENDS = (*DEVICE_BACKENDS, *SIMULATOR_BACKENDS)
+BACKENDS = ("auto", *DEVICE_BACKENDS, *HOST_BACKENDS, *SIMULATOR_BACKENDS)
 MAX_AXES = 4  # what a kernel walks
 MAX_ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
@@ -440,7 +443,7 @@ def resolve_backend(backend: str, on_device: bool) -> str:
     _choice("backend", backend, BACKENDS)
     if backend == "auto":
         return "cuda" if on_device or compiler.gpu_missing() is None else "cpu"
-    if on_device and backend in HOST_BACKENDS:
+    if on_device and backend not in DEVICE_BACKENDS:
         raise ValueError(
             f"backend {backend!r} takes NumPy arrays, but the arrays are on a GPU; "
             "use 'cuda' or 'numba', or copy them with cupy.asnumpy"
@@ -698,8 +701,8 @@ def _finish(
         has_q_lengths="q_lengths" in ready, has_kv_lengths="kv_lengths" in ready,
         has_dlse="dlse" in ready, return_dbias="dbias" in ready,
     )  # fmt: skip
-    on_device = prepared.backend in DEVICE_BACKENDS
-    prepared.problem = with_strides(problem, prepared.arrays) if on_device else problem
+    for_kernels = prepared.backend in KERNEL_BACKENDS
+    prepared.problem = with_strides(problem, prepared.arrays) if for_kernels else problem
     return prepared
 
 
@@ -820,7 +823,7 @@ def prepare_vector_add(named: Mapping[str, Any], *, out: Any = None, backend: An
             # The axes in the order that a has them in memory, as NumPy's a + b does.
             filled = xp.empty_like(given["a"])
         walk = _merge_axes((given["a"], given["b"], filled))
-        if len(walk[0]) > MAX_AXES and prepared.backend in DEVICE_BACKENDS:
+        if len(walk[0]) > MAX_AXES and prepared.backend in KERNEL_BACKENDS:
             prepared.copied.append(f"arrays of more than {MAX_AXES} separate axes are copied")
             given = {name: xp.ascontiguousarray(x) for name, x in given.items()}
             filled = xp.empty(given["a"].shape, DTYPES[dtype])

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench import checks, table
 from workbench import compile as compiler
-from workbench.checks import HOST_BACKENDS, MAX_ALIGNMENT, Prepared
+from workbench.checks import HOST_BACKENDS, MAX_ALIGNMENT, SIMULATOR_BACKENDS, Prepared
 from workbench.plan import Plan
 
 _KEPT = 4096  # each a few kilobytes; more kinds of call than this start over
@@ -104,6 +104,9 @@ def _run(
         no_kernel_on_host(kernel, prepared.backend)
         _run_on_host(op, prepared)
         return checks.hand_back(prepared)
+    if prepared.backend in SIMULATOR_BACKENDS:
+        _run_in_simulator(prepared, kernel)
+        return checks.hand_back(prepared)
     plan = _plan(prepared, kernel)
     with plan.on_device() as captured:
         plan.run(_pointers(prepared.arrays), captured)
@@ -120,7 +123,7 @@ def no_kernel_on_host(kernel: Any, backend: str) -> None:
     if kernel is not None:
         raise ValueError(
             f"kernel is {kernel!r}, but backend {backend!r} has no kernels to choose from; it goes "
-            f"with backend {' or '.join(map(repr, checks.DEVICE_BACKENDS))}"
+            f"with backend {', '.join(map(repr, checks.KERNEL_BACKENDS))}"
         )
 
 
@@ -155,6 +158,18 @@ def _run_on_host(op: str, prepared: Prepared) -> None:
         module.vector_add(*prepared.arrays)
     else:
         getattr(module, op)(prepared.problem, prepared.arrays)
+
+
+def _run_in_simulator(prepared: Prepared, kernel: str | None) -> None:
+    """Run a kernel as on a GPU, but by the simulator, on the arrays where they lie."""
+    simulator = importlib.import_module("workbench.simulator.run")
+    problem, language = prepared.problem, prepared.backend.removesuffix("-simulator")
+    table.check_name(problem.op, kernel)
+    arch = checks.SIMULATOR_ARCH
+    row = table.select(problem, language, arch, kernel)
+    outputs = {name for name, _, _ in prepared.outputs}
+    work = row.work(problem, arch)
+    simulator.run(work, problem, language, prepared.arrays._asdict(), outputs)
 
 
 def merge(outs: Any, lses: Any, backend: Any) -> tuple[Any, Any]:

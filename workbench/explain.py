@@ -143,9 +143,12 @@ kernel
     }
     named = checks.as_arrays(named)
     on_device = checks.is_device_array(named["q"])
-    language = checks.resolve_backend(backend, on_device)
-    if arch is not None and language in checks.HOST_BACKENDS:
-        language = "cuda"
+    chosen = checks.resolve_backend(backend, on_device)
+    if chosen in checks.SIMULATOR_BACKENDS and arch is None:
+        arch = checks.SIMULATOR_ARCH
+    if arch is not None and chosen in checks.HOST_BACKENDS:
+        chosen = "cuda"
+    language = chosen.removesuffix("-simulator")
     # Host arrays are described where they are: what would be copied to the GPU has their strides.
     place = language if on_device or language in checks.HOST_BACKENDS else "reference"
     with checks.device_of(named.values()):
@@ -162,10 +165,10 @@ kernel
     reasons = table.objections(problem, language, arch, kernel)
     row = next((r for r in table.KERNELS if r.name in reasons and not reasons[r.name]), None)
     if row is None:
-        return Explanation(language, arch, None, reasons, prepared.copied)
+        return Explanation(chosen, arch, None, reasons, prepared.copied)
     work = row.work(problem, arch)
     return Explanation(
-        language, arch, row.name, reasons, prepared.copied,
+        chosen, arch, row.name, reasons, prepared.copied,
         [_report(language, launch, arch) for launch in work.launches],
         sum(space.nbytes for space in work.workspaces),
     )  # fmt: skip

@@ -121,12 +121,17 @@ def _extent(array: Array) -> int:
     return sum(int(abs(stride) * (n - 1)) for n, stride in steps) + int(array.itemsize)
 
 
-def offset_in_base(array: Array) -> int:
-    """How far `array` begins behind the memory that it is a view of: decides on its alignment."""
+def _place_in_page(array: Array) -> int:
+    """Where an array begins in a page of global memory: this decides on its alignment.
+
+    The memory that it is a view of begins at the start of a page, as what CuPy allocates does; at
+    a distance only if it is not aligned to 16 bytes even on the host.
+    """
     base = array
     while isinstance(base.base, np.ndarray):
         base = base.base
-    return int(array.__array_interface__["data"][0] - base.__array_interface__["data"][0])
+    start = int(base.__array_interface__["data"][0])
+    return int(array.__array_interface__["data"][0]) - start + start % 16
 
 
 class GlobalMemory(Bytes):
@@ -149,8 +154,7 @@ class GlobalMemory(Bytes):
         self.addresses: dict[str, int] = {}
         starts, end = [], MODULE_START + MODULE_BYTES
         for buffer in buffers.values():
-            # The memory that an array is a view of begins at a multiple of 512, as on the GPU.
-            begin = end + (offset_in_base(buffer.array) - _lowest(buffer.array)) % ALIGNMENT
+            begin = end + (_place_in_page(buffer.array) - _lowest(buffer.array)) % ALIGNMENT
             starts.append(begin)
             # Two pages between neighbours: a small step too far never lands in another array.
             end = (-(-(begin + _extent(buffer.array)) // ALIGNMENT) + 2) * ALIGNMENT

@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench import compile as compiler
 from workbench import launchers
-from workbench.checks import DTYPES
+from workbench.checks import DTYPES, SIMULATOR_ARCH
 from workbench.compile import Entry
 from workbench.launchers import Work
 from workbench.simulator import engine
@@ -21,8 +21,6 @@ from workbench.simulator.decode import decode
 from workbench.simulator.engine import Code
 from workbench.simulator.memory import Buffer, GlobalMemory
 from workbench.simulator.ptx import parse
-
-ARCH = "sm_80"  # the instruction set that is simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterat
 @functools.lru_cache(maxsize=256)
 def load(language: str, entry: Entry) -> Code:
     """A kernel, compiled and made executable."""
-    text, symbol = compiler.build_ptx(language, entry, ARCH)
+    text, symbol = compiler.build_ptx(language, entry, SIMULATOR_ARCH)
     return decode(parse(text, symbol))
 
 

@@ -1,0 +1,110 @@
+"""Every kernel in both languages, run by the simulator with all its checks, and held to the rule.
+
+On a machine without a GPU this is where the kernels' values are tested: few instances of each, for
+compiling takes longer than running, on shapes that straddle their tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from building import needs
+from oracle import Example, check, random_example
+
+import workbench
+from workbench import KERNELS, checks
+
+ATTENTION = [row for row in KERNELS if row.op == "attention"]
+ADDITION = [row for row in KERNELS if row.op == "vector_add"]
+RAGGED = {"heads_q": 2, "heads_kv": 1, "seqlen_q": 70, "seqlen_k": 90, "head_dim": 64}
+# All FEATURES at once, none of the sizes a multiple of anything, and no 16-byte accesses.
+EVERYTHING = {
+    "batch": 2, "heads_q": 2, "heads_kv": 1, "seqlen_q": 37, "seqlen_k": 43, "head_dim": 40,
+    "head_dim_v": 23, "causal": True, "window": (30, None), "mask": "bhqk", "bias": "hqk",
+    "softcap": 1.5, "kv_lengths": [43, 29], "q_lengths": [37, 11], "dlse": True,
+}  # fmt: skip
+
+
+def targets(rows: list[Any]) -> Any:
+    """Parametrise over every kernel in every language."""
+    return pytest.mark.parametrize(
+        ("row", "language"),
+        [
+            pytest.param(row, language, id=f"{row.name}-{language}", marks=needs(language))
+            for row in rows
+            for language in row.languages
+        ],
+    )
+
+
+def how(row: Any, language: str) -> dict[str, Any]:
+    return {"backend": f"{language}-simulator", "kernel": row.name}
+
+
+@targets(ATTENTION)
+def test_ragged_tiles(row: Any, language: str) -> None:
+    check(random_example(1, **RAGGED), **how(row, language))
+
+
+@targets(ATTENTION)
+def test_all_options_at_once(row: Any, language: str) -> None:
+    check(random_example(2, **EVERYTHING), **how(row, language))
+
+
+@targets(ATTENTION)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(dtype: str, row: Any, language: str) -> None:
+    check(random_example(3, dtype=dtype, **RAGGED | {"seqlen_k": 40}), **how(row, language))
+
+
+@targets(ATTENTION)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 65), (65, 1), (3, 0)])
+def test_edges(seqlen_q: int, seqlen_k: int, row: Any, language: str) -> None:
+    """The same instance as `test_ragged_tiles`."""
+    sizes = RAGGED | {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    check(random_example(4, **sizes), **how(row, language))
+
+
+def packed(e: Example) -> Example:
+    """The same q, k and v as slices of one array, its rows in reverse order."""
+    heads = [x.shape[1] for x in (e.q, e.k, e.v)]
+    joined = np.concatenate([e.q, e.k, e.v], axis=1)[:, :, ::-1].copy()
+    q, k, v = np.split(joined[:, :, ::-1], np.cumsum(heads)[:-1], axis=1)
+    assert q.strides[2] < 0
+    assert np.shares_memory(q[0, 0, 0], joined)
+    return replace(e, q=q, k=k, v=v)
+
+
+@targets(ATTENTION)
+def test_strides(row: Any, language: str) -> None:
+    """Inputs are read where they lie; the same instance as `test_ragged_tiles`."""
+    e = packed(random_example(5, **RAGGED | {"seqlen_k": 70}))
+    check(e, **how(row, language))
+    check(e, **how(row, language), layout="bnhd")
+
+
+@targets(ADDITION)
+@pytest.mark.parametrize("dtype", list(checks.DTYPES))
+def test_vector_add(dtype: str, row: Any, language: str) -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 31, 1000, 5000):
+        a, b = rng.standard_normal((2, size)).astype(checks.DTYPES[dtype])
+        np.testing.assert_array_equal(workbench.vector_add(a, b, **how(row, language)), a + b)
+
+
+@targets([row for row in ADDITION if not row.needs_contiguous])
+def test_vector_add_with_strides(row: Any, language: str) -> None:
+    a = np.random.default_rng(0).standard_normal((5, 6, 14)).astype(np.float32)
+    for x, y in ((a[:, ::-1, ::2], a[:, :, 7:]), (a.T, a.T), (a[1:, 1:], a[:-1, :-1])):
+        np.testing.assert_array_equal(workbench.vector_add(x, y, **how(row, language)), x + y)
+
+
+@pytest.mark.parametrize("language", [pytest.param(x, marks=needs(x)) for x in ("cuda", "numba")])
+def test_results_are_the_same_every_time(language: str) -> None:
+    e = random_example(6, **RAGGED)
+    options = how(ATTENTION[0], language)
+    first, second = (workbench.attention(e.q, e.k, e.v, **options) for _ in range(2))
+    assert first.tobytes() == second.tobytes()
