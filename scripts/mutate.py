@@ -24,11 +24,13 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("workbench", "cuda_src", "numba_kernels", "tests", "pyproject.toml")
 LANGUAGES = ("cuda", "numba")
@@ -87,6 +89,11 @@ class Mutation:
     after: str
     nth: int = 0
     quick: str = "square or odd"
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """Whose tests run."""
+        return self.kernel, self.language
 
     @property
     def path(self) -> Path:
@@ -323,26 +330,31 @@ def main() -> int:
         idle: queue.Queue[Workplace] = queue.Queue()
         for i in range(arguments.jobs):
             idle.put(Workplace(Path(folder) / str(i)))
-        whole = idle.get()
-        for kernel, language in sorted({(m.kernel, m.language) for m in chosen}):
-            code, output = whole.test(f"{kernel}-{language} and test_", 10 * arguments.time_limit)
-            if code != 0:
-                print(_tail(output))
-                print(f"{kernel} in {language} fails its tests without any change: nothing to see")
-                return 2
-        idle.put(whole)
+
+        def borrow(work: Callable[[Workplace], T]) -> T:
+            place = idle.get()
+            try:
+                return work(place)
+            finally:
+                idle.put(place)
+
+        def unchanged(row: tuple[str, str]) -> str:
+            """What the tests of a kernel say of the kernel as it is, if they fail."""
+            expression = f"{row[0]}-{row[1]} and test_"
+            code, output = borrow(lambda p: p.test(expression, 10 * arguments.time_limit))
+            return "" if code == 0 else f"{row} fails without any change:\n{_tail(output)}"
 
         def judge(mutation: Mutation) -> Verdict | None:
             if arguments.deadline and time.monotonic() - began > arguments.deadline:
                 return None
-            place = idle.get()
-            try:
-                return place.judge(mutation, arguments.time_limit)
-            finally:
-                idle.put(place)
+            return borrow(lambda place: place.judge(mutation, arguments.time_limit))
 
         bad = judged = 0
         with ThreadPoolExecutor(arguments.jobs) as pool:
+            failures = [x for x in pool.map(unchanged, sorted({m.row for m in chosen})) if x]
+            if failures:
+                print("\n".join(failures))
+                return 2
             for verdict in pool.map(judge, chosen):
                 if verdict is None:
                     continue

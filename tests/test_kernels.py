@@ -554,7 +554,7 @@ def test_vector_add_strides(row: Any, backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("language", ["cuda", "numba"])
+@pytest.mark.parametrize("language", ["cuda", "numba"], ids=lambda x: f"vector_add_vec4-{x}")
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_small_grid_strides_over_all(stride: int, language: str) -> None:
     """Only vectors of billions of elements fill the largest grid: here it has three blocks."""
