@@ -2,13 +2,14 @@
 
 A mutant is a copy of the sources with one change: a wrong scale, a diagonal moved by one, a dropped
 tail (mutations.toml lists them), or one barrier less. The value tests of the kernel must fail on
-it; where a missing barrier does not show in the values, compute-sanitizer must see the race. What
-survives is a hole in the tests, or a line of a kernel that does nothing.
+it. What survives is a hole in the tests, or a line of a kernel that does nothing.
 
     python scripts/mutate.py --list
     python scripts/mutate.py --kernel attention_flash_simt --language cuda --jobs 8
+    python scripts/mutate.py --where simulator
 
-Needs a GPU, as the tests of kernels do. The checkout itself is never changed.
+On a GPU a missing barrier need not show in the values: there compute-sanitizer must see the race.
+The simulator, which needs no GPU, sees races itself. The checkout is never changed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ NOTHING = {"cuda": "", "numba": "pass"}
 KILLED, RACE, TIMED_OUT = "killed", "killed by racecheck", "killed by the clock"
 SURVIVED, BROKEN, LOST = "SURVIVED", "DOES NOT COMPILE", "NO LONGER MATCHES"
 GOOD = (KILLED, RACE, TIMED_OUT)
+
+# The tests that run: on a GPU, or in the simulator.
+TESTS = {
+    "gpu": ("tests/test_kernels.py", "-m", "gpu"),
+    "simulator": ("tests/test_simulator_kernels.py",),
+}
 
 # Forward and backward over several tiles, for the race detector.
 RACECHECK = """
@@ -201,8 +208,9 @@ class Verdict:
 class Workplace:
     """A copy of the sources that one mutant after the other is made in."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, where: str) -> None:
         self.folder = folder
+        self.where = where
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -226,8 +234,12 @@ class Workplace:
             return verdict(LOST, str(error))
         try:
             which = f"{mutation.kernel}-{mutation.language}"
-            for chosen in (f"test_every_option and ({mutation.quick})", "test_"):
-                code, output = self.test(f"{which} and {chosen}", limit)
+            first = {
+                "gpu": f"test_every_option and ({mutation.quick})",
+                "simulator": "test_ragged or test_all_options",
+            }
+            for chosen in (first[self.where], "test_"):
+                code, output = self.test(f"{which} and ({chosen})", limit)
                 if code is None:
                     return verdict(TIMED_OUT)
                 if code == 1:
@@ -244,13 +256,13 @@ class Workplace:
 
     def test(self, expression: str, limit: float) -> tuple[int | None, str]:
         """Run the value tests that match; the exit code, None past the limit, and the output."""
-        command = [sys.executable, "-m", "pytest", "tests/test_kernels.py", "-x", "-q", "-m", "gpu"]
+        command = [sys.executable, "-m", "pytest", *TESTS[self.where], "-x", "-q"]
         return self.run([*command, "-p", "no:cacheprovider", "-k", expression], limit)
 
     def races(self, mutation: Mutation, limit: float) -> bool:
-        """Whether compute-sanitizer sees a race; False where it is not installed."""
+        """Whether compute-sanitizer sees a race; False where it cannot look."""
         program = shutil.which("compute-sanitizer")
-        if program is None or not mutation.kernel.startswith("attention"):
+        if program is None or self.where != "gpu":
             return False
         command = [program, "--tool", "racecheck", "--error-exitcode", "9", sys.executable]
         code, _ = self.run(
@@ -310,6 +322,9 @@ def main() -> int:
     parser.add_argument("--language", choices=LANGUAGES)
     parser.add_argument("--file", help="only of this file (its stem)")
     parser.add_argument("--name", help="only those whose name holds this")
+    parser.add_argument(
+        "--where", choices=TESTS, default="gpu", help="whose tests must notice (default gpu)"
+    )
     parser.add_argument("--jobs", type=int, default=4, help="mutants at a time (default 4)")
     parser.add_argument(
         "--time-limit", type=float, default=120, help="seconds a run of the tests (default 120)"
@@ -329,7 +344,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         idle: queue.Queue[Workplace] = queue.Queue()
         for i in range(arguments.jobs):
-            idle.put(Workplace(Path(folder) / str(i)))
+            idle.put(Workplace(Path(folder) / str(i), arguments.where))
 
         def borrow(work: Callable[[Workplace], T]) -> T:
             place = idle.get()
