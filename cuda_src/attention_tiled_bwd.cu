@@ -56,6 +56,8 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   k += offset_of(k_strides, batch_index, head_kv, 0);
   v += offset_of(v_strides, batch_index, head_kv, 0);
   dq += offset_of(dq_strides, batch_index, head, q_start);
+  lse += rows_before;
+  delta += rows_before;
   p += rows_before * seqlen_k;
   ds += rows_before * seqlen_k;
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
@@ -64,13 +66,6 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   int rows = min(BLOCK, int(seqlen_q) - q_start);
   int y = threadIdx.x / MATMUL_SIDE;
   int x = threadIdx.x % MATMUL_SIDE;
-  Acc row_lse[OWN], row_delta[OWN];
-#pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    int row = y + i * MATMUL_SIDE;
-    row_lse[i] = row < rows ? finite_or_zero(lse[rows_before + row]) : 0;
-    row_delta[i] = row < rows ? delta[rows_before + row] : 0;
-  }
 
   // 4. Walk over the key/value tiles
   for (int k_start = k_begin; k_start < k_end; k_start += BLOCK) {
@@ -96,10 +91,10 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
           // 4b. p = exp(s - lse)
           Acc capped = capped_score<FEATURES>(score, s_acc[i][j]);
           Acc s = biased_score<FEATURES>(score, capped, batch_index, head, q_start + row, col);
-          p_ij = exp_of(s - row_lse[i]);
+          p_ij = exp_of(s - finite_or_zero(lse[row]));
 
           // 4d. ds = p * (dout v^T - delta)
-          ds_ij = p_ij * (dp_acc[i][j] - row_delta[i]);
+          ds_ij = p_ij * (dp_acc[i][j] - delta[row]);
           ds_ij = uncapped_gradient<FEATURES>(score, ds_ij, capped);
         }
         // dk/dv reads whole tiles: what is not seen must be 0 there
@@ -110,10 +105,9 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
       }
     }
   }
-  __syncthreads();  // from here on threads read what others wrote
 
   for (int d_start = 0; d_start < head_dim; d_start += BLOCK) {
-    // 4f. dq += ds k
+    // 4f. dq += ds k, with ds written by all threads once matmul_tile passes its barrier
     int cols = int(head_dim) - d_start;
     const T* k_tile = k + k_begin * k_strides.row + d_start;
     const Acc* ds_tile = ds + k_begin;

@@ -112,10 +112,9 @@ __global__ void __launch_bounds__(MATMUL_THREADS, 2)
   }
 #pragma unroll
   for (int i = 0; i < OWN; ++i) row_sum[i] = warp_sum<MATMUL_SIDE>(row_sum[i]);
-  __syncthreads();  // from here on threads read what others wrote
 
   for (int d_start = 0; d_start < head_dim_v; d_start += BLOCK) {
-    // 4d. acc += p v
+    // 4d. acc += p v, with p written by all threads once matmul_tile passes its barrier
     int cols = int(head_dim_v) - d_start;
     const T* v_tile = v + k_begin * v_strides.row + d_start;
     const Acc* p_tile = scores + k_begin;

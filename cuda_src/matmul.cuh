@@ -31,16 +31,22 @@ __device__ __forceinline__ void load_operand(acc_t<T> (&tile)[BLOCK_K][BLOCK + 1
                                              int64 stride,
                                              int vectors,
                                              int depth) {
-  for (int at = threadIdx.x; at < BLOCK * BLOCK_K; at += MATMUL_THREADS) {
-    int i = DEPTH_INNER ? at / BLOCK_K : at % BLOCK;  // neighbouring threads read neighbours
-    int d = DEPTH_INNER ? at % BLOCK_K : at / BLOCK;
+  constexpr int RUN = DEPTH_INNER ? BLOCK_K : BLOCK;
+  constexpr int STEP = MATMUL_THREADS / RUN;
+  int along = threadIdx.x % RUN;  // neighbouring threads read neighbours
+  const T* from = source + threadIdx.x / RUN * stride + along;
+#pragma unroll
+  for (int run = threadIdx.x / RUN; run < BLOCK * BLOCK_K / RUN; run += STEP) {
+    int i = DEPTH_INNER ? run : along;
+    int d = DEPTH_INNER ? along : run;
     bool exists = i < vectors && d < depth;
-    tile[d][i] = exists ? to_acc(source[DEPTH_INNER ? i * stride + d : d * stride + i]) : 0;
+    tile[d][i] = exists ? to_acc(*from) : 0;
+    from += STEP * stride;
   }
 }
 
 // A_TRANSPOSED: a lies in memory as depth x rows; B_TRANSPOSED: b lies there as cols x depth. All
-// threads of the block must call, and nobody else may be using the shared arrays.
+// threads of the block must call. A barrier comes first, so a and b may be what they just wrote.
 template <int BLOCK, int BLOCK_K, int A_TRANSPOSED, int B_TRANSPOSED, typename A, typename B>
 __device__ __forceinline__ void matmul_tile(
     acc_t<A> (&acc)[BLOCK / MATMUL_SIDE][BLOCK / MATMUL_SIDE],
@@ -63,7 +69,8 @@ __device__ __forceinline__ void matmul_tile(
     load_operand<BLOCK, BLOCK_K, !A_TRANSPOSED>(a_smem, a_step, a_stride, rows, depth - d_start);
     load_operand<BLOCK, BLOCK_K, B_TRANSPOSED>(b_smem, b_step, b_stride, cols, depth - d_start);
     __syncthreads();  // these are complete
-#pragma unroll 8
+                      // Unrolled it would not fit in 128 registers
+#pragma unroll 1
     for (int d = 0; d < BLOCK_K; ++d) {
       acc_t<A> a_frag[OWN], b_frag[OWN];
 #pragma unroll

@@ -86,6 +86,8 @@ def attention_tiled_bwd_dq(T, BLOCK, BLOCK_K, FEATURES):
         k = advance(k, offset_of(k_strides, batch_index, head_kv, 0))
         v = advance(v, offset_of(v_strides, batch_index, head_kv, 0))
         dq = advance(dq, offset_of(dq_strides, batch_index, head, q_start))
+        lse = advance(lse, rows_before)
+        delta = advance(delta, rows_before)
         p = advance(p, rows_before * seqlen_k)
         ds = advance(ds, rows_before * seqlen_k)
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
@@ -94,12 +96,6 @@ def attention_tiled_bwd_dq(T, BLOCK, BLOCK_K, FEATURES):
         rows = min(BLOCK, seqlen_q - q_start)
         y = div(cuda.threadIdx.x, MATMUL_SIDE)
         x = rem(cuda.threadIdx.x, MATMUL_SIDE)
-        row_lse = cuda.local.array(OWN, Acc)
-        row_delta = cuda.local.array(OWN, Acc)
-        for i in range(OWN):
-            row = y + i * MATMUL_SIDE
-            row_lse[i] = finite_or_zero(lse[rows_before + row]) if row < rows else Acc(0)
-            row_delta[i] = delta[rows_before + row] if row < rows else Acc(0)
 
         # 4. Walk over the key/value tiles
         s_acc = cuda.local.array(RESULTS, Acc)
@@ -150,22 +146,21 @@ def attention_tiled_bwd_dq(T, BLOCK, BLOCK_K, FEATURES):
                         s = biased_score(
                             FEATURES, score, capped, batch_index, head, q_start + row, col
                         )
-                        p_ij = exp_of(s - row_lse[i])
+                        p_ij = exp_of(s - finite_or_zero(lse[row]))
 
                         # 4d. ds = p * (dout v^T - delta)
-                        ds_ij = p_ij * (dp_acc[i, j] - row_delta[i])
+                        ds_ij = p_ij * (dp_acc[i, j] - delta[row])
                         ds_ij = uncapped_gradient(FEATURES, score, ds_ij, capped)
                     # dk/dv reads whole tiles: what is not seen must be 0 there
                     if row < rows and col < seqlen_k:
                         p[row * seqlen_k + col] = p_ij
                         ds[row * seqlen_k + col] = ds_ij
             k_start += int32(BLOCK)
-        cuda.syncthreads()  # from here on threads read what others wrote
 
         dq_acc = cuda.local.array(RESULTS, Acc)
         d_start = int64(0)
         while d_start < head_dim:
-            # 4f. dq += ds k
+            # 4f. dq += ds k, with ds written by all threads once matmul_tile passes its barrier
             cols = head_dim - d_start
             k_tile = advance(k, k_begin * k_strides.row + d_start)
             ds_tile = advance(ds, k_begin)

@@ -159,11 +159,10 @@ def attention_tiled_fwd(T, BLOCK, BLOCK_K, FEATURES):
             k_start += int32(BLOCK)
         for i in range(OWN):
             row_sum[i] = warp_sum(row_sum[i], MATMUL_SIDE)
-        cuda.syncthreads()  # from here on threads read what others wrote
 
         d_start = int64(0)
         while d_start < head_dim_v:
-            # 4d. acc += p v
+            # 4d. acc += p v, with p written by all threads once matmul_tile passes its barrier
             cols = head_dim_v - d_start
             v_tile = advance(v, k_begin * v_strides.row + d_start)
             p_tile = advance(scores, k_begin)

@@ -30,20 +30,24 @@ MATMUL_SIDE = 16
 # leads from one such run to the next.
 @cuda.jit(device=True, forceinline=True)
 def load_operand(BLOCK, BLOCK_K, DEPTH_INNER, tile, source, stride, vectors, depth):
-    for step in range(div(BLOCK * BLOCK_K, MATMUL_THREADS)):
-        at = step * MATMUL_THREADS + cuda.threadIdx.x
-        i = (
-            div(at, BLOCK_K) if DEPTH_INNER else rem(at, BLOCK)
-        )  # neighbouring threads read neighbours
-        d = rem(at, BLOCK_K) if DEPTH_INNER else div(at, BLOCK)
+    RUN = BLOCK_K if DEPTH_INNER else BLOCK
+    STEP = div(MATMUL_THREADS, RUN)
+    along = rem(cuda.threadIdx.x, RUN)  # neighbouring threads read neighbours
+    run = div(cuda.threadIdx.x, RUN)
+    source = advance(source, run * stride + along)
+    for _ in range(div(BLOCK * BLOCK_K, MATMUL_THREADS)):
+        i = run if DEPTH_INNER else along
+        d = along if DEPTH_INNER else run
         x = like(tile[0, 0], 0)
         if i < vectors and d < depth:
-            x = to_acc(source[i * stride + d if DEPTH_INNER else d * stride + i])
+            x = to_acc(source[0])
         tile[d, i] = x
+        run += STEP
+        source = advance(source, STEP * stride)
 
 
 # A_TRANSPOSED: a lies in memory as depth x rows; B_TRANSPOSED: b lies there as cols x depth. All
-# threads of the block must call, and nobody else may be using the shared arrays.
+# threads of the block must call. A barrier comes first, so a and b may be what they just wrote.
 def matmul_tile(Acc, BLOCK, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED):
     OWN = BLOCK // MATMUL_SIDE
 
