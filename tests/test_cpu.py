@@ -474,16 +474,24 @@ def test_small_problems_import_and_compile_nothing() -> None:
     )
 
 
-def test_compilation_is_announced_once_and_kept(tmp_path: Path) -> None:
+def test_compilation_is_announced_and_kept(tmp_path: Path) -> None:
     code = """
         from workbench.cpu import kernels
-        for dtype in ("float32", "float32", "float64"):
-            kernels.load(kernels.bias_gradient, dtype)
+        kernels.load(kernels.bias_gradient, "float32")
     """
     cold, warm = (run_python(code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
     assert cold.stderr.count("compiling the CPU kernels") == 1
     assert warm.stderr == ""
     assert cold.stdout == warm.stdout == ""
+
+
+def test_only_the_first_compilation_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels._Announcement, "made", False)
+    for _ in range(2):
+        kernels._Announcement().on_start(None)
+    assert capsys.readouterr().err.count("compiling the CPU kernels") == 1
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ DENSE_WORK = 1 << 21
 # multiply-adds. Measured there: 110 GFLOP/s a core, against 80 with the usual kernels at this size.
 # The other kernels reach their best, 95 GFLOP/s on the same CPU, with larger tiles only.
 _SMALL_PRODUCT = 1_000_000
-_SMALL_ROWS = 32
+_SMALL_ROWS = {"attention": 32, "attention_backward": 48}
 _LARGE_TILE = 256, 256
 _CORES_WITH_SMALL_PRODUCTS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 
@@ -139,11 +139,10 @@ def _tiles(problem: Problem, number: int) -> Tiles:
     """Tile sizes for a number of threads: long tiles, all about equally full."""
     from workbench.cpu import kernels, threads
 
-    rows, cols = _LARGE_TILE
-    if threads.blas().core in _CORES_WITH_SMALL_PRODUCTS:
-        small = _SMALL_PRODUCT // (_SMALL_ROWS * max(problem.head_dim, problem.head_dim_v))
-        if small >= 64:
-            rows, cols = _SMALL_ROWS, min(small, 960)
+    rows, cols = _SMALL_ROWS[problem.op], 960
+    cols = min(cols, _SMALL_PRODUCT // (rows * max(problem.head_dim, problem.head_dim_v)))
+    if cols < 40 or threads.blas().core not in _CORES_WITH_SMALL_PRODUCTS:
+        rows, cols = _LARGE_TILE
     rows = _even(problem.seqlen_q, rows, 1)
     cols = min(_even(problem.seqlen_k, cols, 16), cols)
 

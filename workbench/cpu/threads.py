@@ -60,8 +60,9 @@ def _submit(task: Callable[[], object]) -> Any:
 
             most = max(1, int(numba.config.NUMBA_NUM_THREADS) - 1)
             _helpers = ThreadPoolExecutor(most, thread_name_prefix="workbench")
+        helpers = _helpers
     try:
-        return _helpers.submit(task)
+        return helpers.submit(task)
     except RuntimeError:  # the interpreter shuts down: no new threads, so we do all the work
         return None
 
