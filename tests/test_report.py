@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from workbench import report
-from workbench.bench import Comparison, Row, Workload
+from workbench.comparison import Comparison, Row
 from workbench.show import Pair, Piece
+from workbench.workload import Workload
 
 ON_GPU = Comparison(
     Workload("attention", "bfloat16", causal=True),

@@ -104,7 +104,7 @@ def demo(
 def list_kernels() -> None:
     """List the kernels: what they take, and whether they run here."""
     from workbench import KERNELS
-    from workbench.bench import availability
+    from workbench.comparison import availability
 
     console = report.make_console()
     report.emit(console, report.kernels_table(KERNELS, [availability(row) for row in KERNELS]))
@@ -141,7 +141,10 @@ def compare(
     size: Annotated[int, typer.Option(min=1, help="Elements, for vector_add.")] = 2**24,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="Only these: cuda, numba, cpu, reference.", show_default="all"),
+        typer.Option(
+            help="Only these: cuda, numba, cpu, reference; or cuda-simulator, numba-simulator.",
+            show_default="the first four",
+        ),
     ] = None,
     kernel: Annotated[
         list[str] | None,
@@ -153,11 +156,12 @@ def compare(
     ] = None,
 ) -> None:
     """Compare every kernel in every language: error, time, rate and resources on one problem."""
-    from workbench import bench
+    from workbench import comparison
+    from workbench.workload import Workload
 
     if plot is not None and not plot.parent.is_dir():
         raise UserError(f"--plot: there is no folder {plot.parent}")
-    workload = bench.Workload(
+    workload = Workload(
         op=op.value,
         dtype=dtype.value,
         batch=batch,
@@ -174,16 +178,16 @@ def compare(
         size=size,
     )
     with _user_errors():
-        which = bench.targets(workload.op, _split(backend), _split(kernel))
+        which = comparison.targets(workload.op, _split(backend), _split(kernel))
     console = report.make_console()
-    with _user_errors(), report.progress(console, bench.count_steps(which)) as step:
-        comparison = bench.compare(workload, which, progress=step)
+    with _user_errors(), report.progress(console, comparison.count_steps(which)) as step:
+        result = comparison.compare(workload, which, progress=step)
     if as_json:
-        typer.echo(report.comparison_json(comparison))
+        typer.echo(report.comparison_json(result))
     else:
-        report.emit(console, report.comparison_table(comparison))
+        report.emit(console, report.comparison_table(result))
     if plot is not None:
-        report.save_plot(comparison, plot)
+        report.save_plot(result, plot)
         typer.echo(f"plot written to {plot}", err=True)
 
 

@@ -12,12 +12,14 @@ from PIL import Image
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from workbench import bench, report
+from workbench import comparison, report
 from workbench import compile as compiler
+from workbench.checks import HOST_BACKENDS
 from workbench.report import UserError
 from workbench.vit.images import portrait, preprocess
 from workbench.vit.maps import PORTRAIT_QUERY, overlay, patch_attention, patch_heads
 from workbench.vit.weights import random_model
+from workbench.workload import Workload, random_inputs
 
 FILE_NAME = "workbench-demo.png"
 MODEL = "vit_base_patch16_224"
@@ -42,8 +44,8 @@ def run(console: Console, out: Path) -> None:
             f"keys and values of {heads} heads of {head_dim} they ask which patches are alike.\n"
         ),
     )
-    which = bench.targets("attention")
-    steps = 2 * bench.count_steps(which) + len(_model_backends()) + 2
+    which = comparison.targets("attention")
+    steps = 2 * comparison.count_steps(which) + len(_model_backends()) + 2
     with report.progress(console, steps) as step:
         for backward in (False, True):
             report.emit(console, report.comparison_table(_compare(tokens, backward, step)))
@@ -75,9 +77,9 @@ def _target(out: Path) -> Path:
 
 def _compare(
     tokens: np.ndarray[Any, Any], backward: bool, step: Callable[[str], None]
-) -> bench.Comparison:
+) -> comparison.Comparison:
     _, heads, seqlen, head_dim = tokens.shape
-    workload = bench.Workload(
+    workload = Workload(
         "attention",
         heads_q=heads,
         heads_kv=heads,
@@ -89,13 +91,15 @@ def _compare(
     )
     inputs = dict.fromkeys(("q", "k", "v"), tokens)
     if backward:
-        inputs["dout"] = bench.random_inputs(workload)["dout"]
-    return bench.compare(workload, bench.targets("attention"), inputs=inputs, progress=step)
+        inputs["dout"] = random_inputs(workload)["dout"]
+    return comparison.compare(
+        workload, comparison.targets("attention"), inputs=inputs, progress=step
+    )
 
 
 def _model_backends() -> list[str]:
     on_gpu = compiler.gpu_missing() is None
-    return [*(compiler.LANGUAGES if on_gpu else ()), *bench.HOST_BACKENDS]
+    return [*(compiler.LANGUAGES if on_gpu else ()), *HOST_BACKENDS]
 
 
 def _vision_transformer(picture: Image.Image, step: Callable[[str], None]) -> RenderableType:

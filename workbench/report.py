@@ -20,8 +20,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from workbench.bench import Availability, Comparison, Row
-from workbench.checks import DTYPES
+from workbench.checks import DTYPES, SIMULATOR_BACKENDS
+from workbench.comparison import Availability, Comparison, Row
 from workbench.doctor import Finding, Machine, Verdict, facts_of
 from workbench.show import Pair, Piece
 
@@ -171,7 +171,10 @@ def comparison_table(comparison: Comparison) -> RenderableType:
             f"{name} at {three_digits(factor * rate)} {unit}"
             for name, rate in comparison.ceilings.items()
         )
-        parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
+        if against:
+            parts.append(Text(f"share of what the same run measured: {against}", style="dim"))
+        if any(row.backend in SIMULATOR_BACKENDS for row in ran):
+            parts.append(Text("a simulator's time says nothing about a GPU's", style="dim"))
     if comparison.in_l2:
         parts.append(Text("times are warm: the inputs fit in the GPU's L2 cache", style="dim"))
     if ran and comparison.checked < 1:
