@@ -401,6 +401,7 @@ class Chunk:
         waiting = self.waiting_for == barrier
         waiting &= np.isin(self.block_of, complete)
         places = self.waiting_at[waiting]
+        self._check_warps(waiting)
         self.pass_barrier(complete)
         released = []
         for place in np.unique(places):
@@ -408,6 +409,26 @@ class Chunk:
             released.append((int(place) + 1, group_of(mask)))
         self.waiting_at[waiting] = self.waiting_for[waiting] = NOWHERE
         return released
+
+    def _check_warps(self, waiting: Array) -> None:
+        """A warp passes a barrier as one: its threads may not stand at different instructions."""
+        table = np.where(waiting, self.waiting_at, NOWHERE).reshape(-1, WARP)
+        least = np.where(table == NOWHERE, table.max(1, keepdims=True), table).min(1)
+        apart = np.flatnonzero(least != table.max(1))
+        if apart.size:
+            warp = int(apart[0])
+            lanes = np.arange(warp * WARP, (warp + 1) * WARP)
+            first, second = (int(table[warp].max()), int(least[warp]))
+            words = [
+                f"{self._names(lanes[table[warp] == pc])} at {faults.at(self.launch.where(pc))}"
+                for pc in (second, first)
+            ]
+            raise SimulationError(
+                faults.SPLIT_WARP,
+                f"in block {self.first + int(self.block_of[lanes[0]])} {' and '.join(words)}",
+                self.launch.where(second),
+                self.launch.where(first),
+            )
 
     def pass_barrier(self, blocks: Array) -> None:
         """Note that all threads of some blocks have met."""

@@ -220,6 +220,8 @@ def describe(memory: GlobalMemory, address: int, size: int) -> str:
     if closest is None or distance > 1 << 20:
         return f"address {address:#x}, far from every array"
     shape = closest.buffer.array.shape
+    if distance == 0 and memory.rights[offset]:
+        return closest.element(offset)
     if distance == 0:
         return f"between the elements of {closest.name} {shape}"
     side = "before" if offset < closest.start else "past"

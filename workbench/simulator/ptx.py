@@ -344,7 +344,7 @@ class _Parser:
     # ----------------------------------------------------------------------------- directives
 
     def _directive(self, text: str) -> None:
-        if text.startswith(".loc"):
+        if text.startswith((".loc ", ".loc\t")):
             self._location(text)
         elif text.startswith(".reg"):
             self._declare_registers(text)

@@ -62,6 +62,29 @@ def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterat
         _options = before
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A launch that was run, with its counts."""
+
+    language: str
+    entry: Entry
+    launch: engine.Launch
+
+
+_recordings: list[list[Record]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Record]]:
+    """Collect every launch that the simulator runs within a ``with`` block."""
+    records: list[Record] = []
+    _recordings.append(records)
+    try:
+        yield records
+    finally:
+        _recordings.remove(records)
+
+
 @functools.lru_cache(maxsize=256)
 def load(language: str, entry: Entry) -> Code:
     """A kernel, compiled and made executable."""
@@ -71,7 +94,7 @@ def load(language: str, entry: Entry) -> Code:
 
 def run(
     work: Work, problem: Any, language: str, arrays: Mapping[str, Any], outputs: Collection[str]
-) -> list[engine.Launch]:
+) -> None:
     """Run everything that a kernel launches for a problem; fills the outputs in place.
 
     Parameters
@@ -83,11 +106,6 @@ def run(
         NumPy arrays by the names of the kernels' parameters; None is a null pointer.
     outputs : collection of str
         Names of the arrays that kernels may write to.
-
-    Returns
-    -------
-    list of Launch
-        With the counts of each launch.
 
     Raises
     ------
@@ -108,7 +126,6 @@ def run(
     values = launchers.argument_values(problem)
     for name, address in memory.addresses.items():
         values[name] = values[f"score.{name}"] = address
-    done = []
     for launch in work.launches:
         if launch.grid == 0:
             continue
@@ -117,6 +134,6 @@ def run(
             launch.entry.signature.pack(values), memory, checker, _options.max_steps,
         )  # fmt: skip
         engine.run(started)
-        done.append(started)
+        for records in _recordings:
+            records.append(Record(language, launch.entry, started))
     memory.copy_back()
-    return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -190,7 +191,16 @@ def _target(chunk: Chunk, access: Access, offset: int, row: int) -> str:
     if not variables:
         return f"byte {byte} of shared memory"
     variable = max(variables, key=lambda v: v.offset)
-    return f"byte {byte - variable.offset} of {variable.name} (shared)"
+    return f"byte {byte - variable.offset} of {plain_name(variable.name)} (shared)"
+
+
+def plain_name(name: str) -> str:
+    """A variable's name in the source: of ``_ZZ...E6a_smem``, as C++ calls it, that is a_smem."""
+    for match in re.finditer(r"E(\d+)", name) if name.startswith("_Z") else ():
+        rest = name[match.end() :]
+        if len(rest) == int(match[1]):
+            return rest
+    return name
 
 
 # -------------------------------------------------------------------------- loads and stores
