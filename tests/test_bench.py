@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workbench import bench
-from workbench.checks import DTYPES
+from workbench.problem import DTYPES
 
 
 def test_host_times_are_median_and_minimum_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ import pytest
 import workbench
 from workbench import checks
 from workbench import compile as compiler
+from workbench.arrays import array_module, as_array, overlap
+from workbench.problem import DTYPES, LAYOUTS, Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 8, 6
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -438,7 +440,7 @@ ROWS_WITHOUT_OUT = [
 
 def repeated(x: Any) -> Any:
     """A writeable array of x's shape in which the elements of the first axis are one."""
-    xp = checks.array_module(x)
+    xp = array_module(x)
     return xp.lib.stride_tricks.as_strided(x.copy(), x.shape, (0, *x.strides[1:]))
 
 
@@ -595,7 +597,7 @@ def prepare(named: dict[str, Any], **options: Any) -> checks.Prepared:
 
 def test_the_problem_of_a_plain_call() -> None:
     problem = prepare(right_attention()).problem
-    assert problem == checks.Problem(
+    assert problem == Problem(
         "attention", "float32", B, HQ, HKV, NQ, NK, D, DV, scale=1 / math.sqrt(D)
     )
     assert problem.acc_dtype == "float32"
@@ -640,17 +642,17 @@ def test_whole_numbers() -> None:
     assert (problem.scale, problem.softcap) == (-2.0, 3.0)
 
 
-@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: str) -> None:
-    named = {name: x.astype(checks.DTYPES[dtype]) for name, x in right_attention().items()}
+    named = {name: x.astype(DTYPES[dtype]) for name, x in right_attention().items()}
     prepared = prepare(named)
     assert prepared.problem.dtype == dtype
-    assert prepared.arrays.out.dtype == checks.DTYPES[dtype]
+    assert prepared.arrays.out.dtype == DTYPES[dtype]
     acc = "float64" if dtype == "float64" else "float32"
     assert prepared.problem.acc_dtype == prepared.arrays.lse.dtype == acc
 
 
-@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ndim", [2, 3, 4])
 def test_arrays_are_views_whatever_the_layout(ndim: int, layout: str) -> None:
     batch, heads = (B, HQ) if ndim == 4 else (1, HQ if ndim == 3 else 1)
@@ -812,7 +814,7 @@ def test_backward_outputs() -> None:
 # ------------------------------------------------------------------------- for the GPU kernels
 
 
-def device_view(named: dict[str, Any], **options: Any) -> checks.Problem:
+def device_view(named: dict[str, Any], **options: Any) -> Problem:
     prepared = prepare(named, **options)
     return checks.with_strides(prepared.problem, prepared.arrays)
 
@@ -931,9 +933,9 @@ class OnlyDlpack:
 
 def test_arrays_of_other_kinds_are_viewed() -> None:
     x = array(3, 4)
-    assert checks.as_array("x", x) is x
+    assert as_array("x", x) is x
     for other in (x.view(Subclass), OnlyDlpack(x)):
-        view = checks.as_array("x", other)
+        view = as_array("x", other)
         assert type(view) is np.ndarray
         assert np.shares_memory(view, x)
 
@@ -955,9 +957,9 @@ def test_a_dlpack_export_that_fails_says_so() -> None:
 
 def test_interleaved_arrays_do_not_overlap() -> None:
     x = np.zeros((4, 6), np.float32)
-    assert not checks._overlap(x[:, :3], x[:, 3:])
-    assert not checks._overlap(x[::2], x[1::2])
-    assert not checks._overlap(x[:, ::2], x[:, 1::2])
-    assert checks._overlap(x[:, :3], x[:, 2:])
-    assert checks._overlap(x[::-1], x[0])
-    assert not checks._overlap(x[:0], x)
+    assert not overlap(x[:, :3], x[:, 3:])
+    assert not overlap(x[::2], x[1::2])
+    assert not overlap(x[:, ::2], x[:, 1::2])
+    assert overlap(x[:, :3], x[:, 2:])
+    assert overlap(x[::-1], x[0])
+    assert not overlap(x[:0], x)

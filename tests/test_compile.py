@@ -19,8 +19,8 @@ from building import copy_sources, cuobjdump, languages, needs, redirect
 
 from workbench import cache, launchers
 from workbench import compile as compiler
-from workbench.checks import VectorProblem
 from workbench.compile import CompileError, Entry, Signature, ToolchainError
+from workbench.problem import VectorProblem
 
 ARCH = "sm_80"
 

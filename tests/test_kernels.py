@@ -22,8 +22,8 @@ from oracle import DTYPES, PROBLEMS, Example, as_numpy, check, hold, random_exam
 
 import workbench
 from workbench import KERNELS, checks, launchers
-from workbench.checks import VectorProblem
 from workbench.plan import Plan
+from workbench.problem import VectorProblem
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
 ADDITION = [row for row in KERNELS if row.op == "vector_add"]

@@ -13,7 +13,7 @@ from building import ARCHS
 from sources import folder, read
 
 from workbench import KERNELS, checks, launchers, table
-from workbench.checks import Arrays, Problem, VectorProblem
+from workbench.problem import Arrays, Problem, VectorProblem
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
 ROWS = pytest.mark.parametrize("row", ATTENTION, ids=lambda row: row.name)

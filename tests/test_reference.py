@@ -12,7 +12,7 @@ from oracle import DTYPES, Example, random_example, sum_to
 from scipy.special import logsumexp, softmax
 
 from workbench import reference
-from workbench.checks import Arrays, Problem
+from workbench.problem import Arrays, Problem
 
 SMALL: dict[str, Any] = {"dtype": "float64", "seqlen_q": 4, "seqlen_k": 5, "head_dim": 3}
 

@@ -15,7 +15,8 @@ from building import needs
 from oracle import Example, check, random_example
 
 import workbench
-from workbench import KERNELS, checks
+from workbench import KERNELS
+from workbench.problem import DTYPES
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
 ADDITION = [row for row in KERNELS if row.op == "vector_add"]
@@ -87,11 +88,11 @@ def test_strides(row: Any, language: str) -> None:
 
 
 @targets(ADDITION)
-@pytest.mark.parametrize("dtype", list(checks.DTYPES))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 def test_vector_add(dtype: str, row: Any, language: str) -> None:
     rng = np.random.default_rng(0)
     for size in (1, 31, 1000, 5000):
-        a, b = rng.standard_normal((2, size)).astype(checks.DTYPES[dtype])
+        a, b = rng.standard_normal((2, size)).astype(DTYPES[dtype])
         np.testing.assert_array_equal(workbench.vector_add(a, b, **how(row, language)), a + b)
 
 

@@ -11,7 +11,7 @@ from building import ARCHS
 from sources import stems
 
 from workbench import KERNELS, NoKernelError, launchers, table
-from workbench.checks import Problem, VectorProblem
+from workbench.problem import Problem, VectorProblem
 
 PROBLEM = Problem("attention", "float32", 2, 4, 2, 100, 200, 64, 64, 0.125)
 STRIDES = tuple((name, (1,)) for name in ("a", "b", "out"))

@@ -11,7 +11,7 @@ import pytest
 
 from workbench import reference
 from workbench import workload as workloads
-from workbench.checks import DTYPES
+from workbench.problem import DTYPES
 from workbench.workload import Oracle, Workload, random_inputs
 
 SMALL = Workload("attention", batch=2, heads_q=4, heads_kv=2, seqlen_q=19, seqlen_k=23, head_dim=8)

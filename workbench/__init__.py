@@ -1,9 +1,10 @@
 """Exact attention for NumPy and CuPy, from raw CUDA C++ and Numba kernels, without a framework."""
 
 from workbench.api import attention, attention_backward, merge_attention, vector_add
-from workbench.checks import Gradients
 from workbench.compile import CompileError, ToolchainError
 from workbench.explain import Explanation, explain
+from workbench.problem import Gradients
+from workbench.simulator.faults import SimulationError
 from workbench.table import KERNELS, Kernel, NoKernelError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Gradients",
     "Kernel",
     "NoKernelError",
+    "SimulationError",
     "ToolchainError",
     "attention",
     "attention_backward",

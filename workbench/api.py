@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workbench import dispatch
-from workbench.checks import Array, Gradients
+from workbench.problem import Array, Gradients
 
 __all__ = ["attention", "attention_backward", "merge_attention", "vector_add"]
 

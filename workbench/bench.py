@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from workbench import compile as compiler
-from workbench.checks import DTYPES
+from workbench.problem import DTYPES
 
 Array = Any
 

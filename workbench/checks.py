@@ -12,150 +12,38 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from workbench import compile as compiler
-
-DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
-LAYOUTS = ("bhnd", "bnhd")
-HOST_BACKENDS = ("cpu", "reference")
-DEVICE_BACKENDS = ("cuda", "numba")
-SIMULATOR_BACKENDS = ("cuda-simulator", "numba-simulator")  # the same kernels, on the host
-SIMULATOR_ARCH = "sm_80"  # the instruction set that they know
-KERNEL_BACKENDS = (*DEVICE_BACKENDS, *SIMULATOR_BACKENDS)
-BACKENDS = ("auto", *DEVICE_BACKENDS, *HOST_BACKENDS, *SIMULATOR_BACKENDS)
-MAX_AXES = 4  # what a kernel walks
-MAX_ALIGNMENT = 16  # bytes: the widest load or store of one thread
-
-Array = Any  # numpy.ndarray or cupy.ndarray: CuPy is not imported before it is needed
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What one call of `attention` or `attention_backward` asks for, without its arrays.
-
-    Attributes
-    ----------
-    op : str
-        ``"attention"`` or ``"attention_backward"``.
-    dtype : str
-        Of q, k, v, dout and out: a key of `DTYPES`.
-    window_left, window_right : int or None
-        Keys before and after a query's position that it sees; None is open, causal is a right 0.
-    top_left : bool
-        A query i stands at p = i; otherwise at p = i + kv_length - q_length.
-    strides : tuple
-        ``(name, strides in elements)`` of the arrays that a GPU kernel reads by stride: three for
-        (batch, heads, seqlen) arrays, four for mask, bias and dbias. Empty on the host.
-    alignment : int
-        The largest power of two, up to 16, that divides every address and outer stride in bytes.
-    """
-
-    op: str
-    dtype: str
-    batch: int
-    heads_q: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    scale: float
-    softcap: float = 0.0
-    window_left: int | None = None
-    window_right: int | None = None
-    top_left: bool = False
-    has_mask: bool = False
-    has_bias: bool = False
-    has_q_lengths: bool = False
-    has_kv_lengths: bool = False
-    has_dlse: bool = False
-    return_dbias: bool = False
-    deterministic: bool = False
-    strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    alignment: int = MAX_ALIGNMENT
-
-    @property
-    def acc_dtype(self) -> str:
-        """Dtype of the accumulation, of lse and of a bias inside the kernels."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def has_range(self) -> bool:
-        """Whether anything but the end of the array limits the keys by their position."""
-        return (
-            self.window_left is not None
-            or self.window_right is not None
-            or self.has_q_lengths
-            or self.has_kv_lengths
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class VectorProblem:
-    """What one call of `vector_add` asks for: sizes as a GPU kernel walks them.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        At most `MAX_AXES`: axes that all three arrays walk as one are merged.
-    strides : tuple
-        ``(name, strides in elements)`` of a, b and out, one stride an axis of `shape`.
-    """
-
-    op: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether all three arrays are one run of elements."""
-        return self.size < 2 or (
-            len(self.shape) == 1 and all(strides == (1,) for _, strides in self.strides)
-        )
-
-
-class Arrays(NamedTuple):
-    """The arrays of one call in canonical form, outputs included; a backend fills the outputs.
-
-    Shapes are (batch, heads, seqlen, head_dim) whatever the caller's layout; mask and bias are
-    broadcast views of (batch, heads_q, seqlen_q, seqlen_k); lse and dlse are C-contiguous
-    (batch, heads_q, seqlen_q); dbias has the bias's own axes of length 1.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array
-    mask: Array = None
-    bias: Array = None
-    q_lengths: Array = None
-    kv_lengths: Array = None
-    dout: Array = None
-    dlse: Array = None
-    dq: Array = None
-    dk: Array = None
-    dv: Array = None
-    dbias: Array = None
+from workbench.arrays import (
+    array_module,
+    as_array,
+    canonical,
+    device_of,
+    is_device_array,
+    native,
+    overlap,
+    unit_last_stride,
+)
+from workbench.problem import (
+    BACKENDS,
+    DEVICE_BACKENDS,
+    DTYPES,
+    KERNEL_BACKENDS,
+    LAYOUTS,
+    MAX_ALIGNMENT,
+    MAX_AXES,
+    Array,
+    Arrays,
+    MergeArrays,
+    Problem,
+    VectorArrays,
+    VectorProblem,
+)
 
 
 @dataclass(slots=True)
@@ -195,74 +83,7 @@ class Prepared:
         return int(self.outputs[0][1].data.device_id)
 
 
-class Gradients(NamedTuple):
-    """Gradients of the inputs of `attention`; ``dbias`` is None unless it was asked for."""
-
-    dq: Array
-    dk: Array
-    dv: Array
-    dbias: Array | None = None
-
-
-# ---------------------------------------------------------------------------------------- arrays
-
-
 _OPTIONAL = ("mask", "bias", "q_lengths", "kv_lengths", "dlse")
-
-
-def is_device_array(x: Any) -> bool:
-    """Whether `x` is a CuPy array, without importing CuPy for those who have none."""
-    return type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "data")
-
-
-def array_module(x: Array) -> ModuleType:
-    """The module, numpy or cupy, that `x` belongs to."""
-    if is_device_array(x):
-        import cupy
-
-        return cupy  # type: ignore[no-any-return]
-    return np
-
-
-def as_array(name: str, x: Any) -> Array:
-    """Take `x` as a NumPy or CuPy array without a copy; anything with DLPack or CAI is viewed."""
-    if type(x) is np.ndarray or is_device_array(x):
-        return x
-    if isinstance(x, np.ndarray):
-        return x.view(np.ndarray)
-    if hasattr(x, "__cuda_array_interface__"):
-        return _cupy_for(name).asarray(x)
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        try:
-            if x.__dlpack_device__()[0] == 1:  # kDLCPU
-                return np.from_dlpack(x)
-            return _cupy_for(name).from_dlpack(x)
-        except compiler.ToolchainError:
-            raise
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise TypeError(f"{name}: its DLPack export cannot be read: {error}") from error
-    raise TypeError(
-        f"{name} is a {type(x).__name__}; it takes a NumPy or CuPy array, or an object with "
-        "__dlpack__ or __cuda_array_interface__"
-    )
-
-
-def _cupy_for(name: str) -> ModuleType:
-    """CuPy, which the argument `name` needs."""
-    missing = compiler.gpu_missing()
-    if missing is not None:
-        raise compiler.ToolchainError(f"{name} is on a GPU, but {missing}")
-    import cupy
-
-    return cupy  # type: ignore[no-any-return]
-
-
-def device_of(arrays: Iterable[Array]) -> AbstractContextManager[Any]:
-    """Make the GPU of the first CuPy array the current one: outputs belong beside the inputs."""
-    for x in arrays:
-        if is_device_array(x):
-            return x.device  # type: ignore[no-any-return]
-    return nullcontext()
 
 
 def as_arrays(named: Mapping[str, Any]) -> dict[str, Array]:
@@ -289,14 +110,7 @@ def _take_arrays(named: Mapping[str, Any]) -> dict[str, Array]:
             "all arrays must be on one GPU: "
             + ", ".join(f"{name} is on GPU {device}" for name, device in devices.items())
         )
-    return {name: _native(x) for name, x in arrays.items()}
-
-
-def _native(x: Array) -> Array:
-    """Copy a NumPy array that no kernel can read: foreign byte order or unaligned elements."""
-    if isinstance(x, np.ndarray) and not (x.dtype.isnative and x.flags.aligned):
-        return x.astype(x.dtype.newbyteorder("="), order="C")
-    return x
+    return {name: native(x) for name, x in arrays.items()}
 
 
 def _shapes(arrays: dict[str, Array], names: tuple[str, ...]) -> str:
@@ -319,24 +133,6 @@ def _same_dtype(arrays: dict[str, Array], names: tuple[str, ...]) -> str:
             kinds = ", ".join(f"{n} {arrays[n].dtype}" for n in present)
             raise TypeError(f"{name} must have the dtype of {present[0]}; got {kinds}")
     return dtype
-
-
-def _canonical(x: Array, layout: str) -> Array:
-    """View (…, seqlen, head_dim) of 2 to 4 axes as (batch, heads, seqlen, head_dim)."""
-    if layout == "bnhd":
-        if x.ndim == 2:
-            x = x[:, None]
-        if x.ndim == 3:
-            x = x[None]
-        return x.swapaxes(1, 2)
-    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
-
-
-def _unit_last_stride(x: Array) -> Array:
-    """`x`, or a contiguous copy where a row's elements do not lie side by side."""
-    if x.shape[-1] > 1 and x.strides[-1] != x.itemsize and x.size:
-        return array_module(x).ascontiguousarray(x)
-    return x
 
 
 # --------------------------------------------------------------------------------------- options
@@ -469,7 +265,7 @@ def _sizes(arrays: dict[str, Array], layout: str) -> _Sizes:
             raise ValueError(f"{name} has {arrays[name].ndim} axes; it takes 2 to 4: {shown}")
         if arrays[name].ndim != arrays["q"].ndim:
             raise ValueError(f"{name} must have as many axes as q: {shown}")
-    q, k, v = (_canonical(arrays[name], layout).shape for name in _INPUTS)
+    q, k, v = (canonical(arrays[name], layout).shape for name in _INPUTS)
     for axis, label in ((0, "batch"), (1, "heads"), (2, "seqlen")):
         if k[axis] != v[axis]:
             raise ValueError(f"v must have k's {label}, {k[axis]}, but has {v[axis]}: {shown}")
@@ -606,32 +402,8 @@ def _check_writable(name: str, x: Array, inputs: dict[str, Array]) -> None:
     if repeats and x.size:
         raise ValueError(f"{name} repeats its elements (stride 0), so it cannot be written to")
     for other, array in inputs.items():
-        if _overlap(x, array):
+        if overlap(x, array):
             raise ValueError(f"{name} overlaps {other} in memory; it takes an array of its own")
-
-
-class _Span:
-    """The memory of an array as NumPy sees addresses: never read, on a GPU or not."""
-
-    def __init__(self, x: Array) -> None:
-        pointer = x.data.ptr if is_device_array(x) else x.ctypes.data
-        self.__array_interface__ = {
-            "data": (pointer, False),
-            "shape": x.shape,
-            "strides": x.strides,
-            "typestr": f"|V{x.itemsize}",
-            "version": 3,
-        }
-
-
-def _overlap(a: Array, b: Array) -> bool:
-    if is_device_array(a) != is_device_array(b) or not (a.size and b.size):
-        return False
-    x, y = np.asarray(_Span(a)), np.asarray(_Span(b))
-    try:
-        return np.shares_memory(x, y, max_work=10_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return np.may_share_memory(x, y)
 
 
 def _place(given: dict[str, Array], backend: Any) -> Prepared:
@@ -651,8 +423,8 @@ def _ready_inputs(call: _Call, tensors: tuple[str, ...], copied: list[str]) -> d
     ready: dict[str, Array] = {}
     xp = array_module(call.given["q"])
     for name in tensors:
-        view = _canonical(call.given[name], call.layout)
-        ready[name] = _unit_last_stride(view)
+        view = canonical(call.given[name], call.layout)
+        ready[name] = unit_last_stride(view)
         if ready[name] is not view:
             copied.append(f"{name} is copied: the elements of its last axis are not side by side")
     for name in ("lse", "dlse"):
@@ -684,10 +456,10 @@ def _add_tensor(
 ) -> None:
     """Allocate the output `name` in the caller's layout, or write into the caller's array."""
     fresh = target
-    if fresh is None or prepared.to_host or _unit_last_stride(fresh) is not fresh:
+    if fresh is None or prepared.to_host or unit_last_stride(fresh) is not fresh:
         xp = array_module(call.given["q"])
         fresh = xp.empty(call.user_shape(name), DTYPES[call.dtype])
-    ready[name] = _canonical(fresh, call.layout)
+    ready[name] = canonical(fresh, call.layout)
     prepared.outputs.append((name, fresh, target))
 
 
@@ -748,7 +520,7 @@ def prepare_attention(
         dtypes = (DTYPES[call.dtype], call.acc)
         for name, x, shape, dtype in zip(("out", "lse"), pair, shapes, dtypes, strict=False):
             targets[name] = _check_target(name, x, shape, dtype, call.given)
-        if len(targets) == 2 and _overlap(targets["out"], targets["lse"]):
+        if len(targets) == 2 and overlap(targets["out"], targets["lse"]):
             raise ValueError("out and lse overlap in memory; each takes an array of its own")
     prepared = _place(call.given, backend)
     ready = _ready_inputs(call, _INPUTS, prepared.copied)
@@ -795,14 +567,6 @@ def prepare_attention_backward(
 
 
 # ----------------------------------------------------------------------- vector_add and merging
-
-
-class VectorArrays(NamedTuple):
-    """The arrays of one `vector_add`, of equal shape."""
-
-    a: Array
-    b: Array
-    out: Array
 
 
 def prepare_vector_add(named: Mapping[str, Any], *, out: Any = None, backend: Any) -> Prepared:
@@ -858,15 +622,6 @@ def _merge_axes(arrays: tuple[Array, ...]) -> tuple[tuple[int, ...], list[tuple[
     if not shape:
         return (1,), [(1,) for _ in arrays]
     return tuple(shape), [tuple(s) for s in strides]
-
-
-class MergeArrays(NamedTuple):
-    """Partial results over disjoint keys and the arrays for their merged result."""
-
-    outs: list[Array]
-    lses: list[Array]
-    out: Array
-    lse: Array
 
 
 def prepare_merge(outs: Any, lses: Any, *, backend: Any) -> Prepared:

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import bench, checks
 from workbench import compile as compiler
-from workbench.checks import HOST_BACKENDS, SIMULATOR_ARCH, SIMULATOR_BACKENDS
+from workbench.arrays import array_module
+from workbench.problem import (
+    BACKENDS,
+    HOST_BACKENDS,
+    KERNEL_BACKENDS,
+    SIMULATOR_ARCH,
+    SIMULATOR_BACKENDS,
+    Array,
+)
 from workbench.workload import Oracle, Workload
 
 if TYPE_CHECKING:
     from workbench.table import Kernel
 
-Array = Any
 
 CEILINGS = {  # by operation and whether it is a GPU's: what its share is of
     ("attention", True): "cuBLAS matmul",
@@ -110,7 +117,7 @@ def targets(
     """
     from workbench.table import KERNELS
 
-    known = [backend for backend in checks.BACKENDS if backend != "auto"]
+    known = [backend for backend in BACKENDS if backend != "auto"]
     for backend in backends or ():
         if backend not in known:
             raise ValueError(f"there is no backend {backend!r}; there are {', '.join(known)}")
@@ -123,7 +130,7 @@ def targets(
         (row.name, backend)
         for row in KERNELS
         if row.op == op and (not kernels or row.name in kernels)
-        for backend in checks.KERNEL_BACKENDS
+        for backend in KERNEL_BACKENDS
         if _language(backend) in row.languages
     ]
     if not kernels:
@@ -259,7 +266,7 @@ def _resources(
     """Find the most registers, stack and shared memory that a launch of a call takes."""
     from workbench.table import KERNELS
 
-    xp = checks.array_module(next(iter(x.values())))
+    xp = array_module(next(iter(x.values())))
     op, named = workload.op, dict(x)
     options: dict[str, Any] = {"backend": backend}
     if op == "attention":

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from workbench import comparison, report
 from workbench import compile as compiler
-from workbench.checks import HOST_BACKENDS
+from workbench.problem import HOST_BACKENDS
 from workbench.report import UserError
 from workbench.vit.images import portrait, preprocess
 from workbench.vit.maps import PORTRAIT_QUERY, overlay, patch_attention, patch_heads

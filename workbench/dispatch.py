@@ -16,8 +16,16 @@ from typing import Any
 
 from workbench import checks, table
 from workbench import compile as compiler
-from workbench.checks import HOST_BACKENDS, MAX_ALIGNMENT, SIMULATOR_BACKENDS, Prepared
+from workbench.arrays import device_of
+from workbench.checks import Prepared
 from workbench.plan import Plan
+from workbench.problem import (
+    HOST_BACKENDS,
+    KERNEL_BACKENDS,
+    MAX_ALIGNMENT,
+    SIMULATOR_ARCH,
+    SIMULATOR_BACKENDS,
+)
 
 _KEPT = 4096  # each a few kilobytes; more kinds of call than this start over
 
@@ -90,7 +98,7 @@ def run(
         if repeat is not None:
             return repeat(named)
     arrays = checks.as_arrays(named)
-    with checks.device_of(arrays.values()):
+    with device_of(arrays.values()):
         return _run(op, arrays, options, kernel, out, key)
 
 
@@ -123,7 +131,7 @@ def no_kernel_on_host(kernel: Any, backend: str) -> None:
     if kernel is not None:
         raise ValueError(
             f"kernel is {kernel!r}, but backend {backend!r} has no kernels to choose from; it goes "
-            f"with backend {', '.join(map(repr, checks.KERNEL_BACKENDS))}"
+            f"with backend {', '.join(map(repr, KERNEL_BACKENDS))}"
         )
 
 
@@ -165,7 +173,7 @@ def _run_in_simulator(prepared: Prepared, kernel: str | None) -> None:
     simulator = importlib.import_module("workbench.simulator.run")
     problem, language = prepared.problem, prepared.backend.removesuffix("-simulator")
     table.check_name(problem.op, kernel)
-    arch = checks.SIMULATOR_ARCH
+    arch = SIMULATOR_ARCH
     row = table.select(problem, language, arch, kernel)
     outputs = {name for name, _, _ in prepared.outputs}
     work = row.work(problem, arch)
@@ -174,7 +182,7 @@ def _run_in_simulator(prepared: Prepared, kernel: str | None) -> None:
 
 def merge(outs: Any, lses: Any, backend: Any) -> tuple[Any, Any]:
     """Carry out one call of `merge_attention`."""
-    with checks.device_of(outs if isinstance(outs, (tuple, list)) else ()):
+    with device_of(outs if isinstance(outs, (tuple, list)) else ()):
         prepared = checks.prepare_merge(outs, lses, backend=backend)
         arrays = prepared.arrays
         # On the GPU the formula runs on CuPy arrays as on NumPy's: a few element-wise steps.

@@ -8,7 +8,14 @@ from typing import Any
 
 from workbench import checks, dispatch, table
 from workbench import compile as compiler
-from workbench.checks import Array
+from workbench.arrays import device_of, is_device_array
+from workbench.problem import (
+    DEVICE_BACKENDS,
+    HOST_BACKENDS,
+    SIMULATOR_ARCH,
+    SIMULATOR_BACKENDS,
+    Array,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ kernel
     """
     if arch is not None and not (isinstance(arch, str) and re.fullmatch(r"sm_\d{2,3}", arch)):
         raise ValueError(f"arch is {arch!r}; it takes a GPU architecture like 'sm_90', or None")
-    if arch is not None and backend in checks.HOST_BACKENDS:
+    if arch is not None and backend in HOST_BACKENDS:
         raise ValueError(f"backend {backend!r} runs on the host; arch goes with 'cuda' or 'numba'")
     named = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias,
              "q_lengths": q_lengths, "kv_lengths": kv_lengths}  # fmt: skip
@@ -142,21 +149,21 @@ kernel
         "layout": layout,
     }
     named = checks.as_arrays(named)
-    on_device = checks.is_device_array(named["q"])
+    on_device = is_device_array(named["q"])
     chosen = checks.resolve_backend(backend, on_device)
-    if chosen in checks.SIMULATOR_BACKENDS and arch is None:
-        arch = checks.SIMULATOR_ARCH
-    if arch is not None and chosen in checks.HOST_BACKENDS:
+    if chosen in SIMULATOR_BACKENDS and arch is None:
+        arch = SIMULATOR_ARCH
+    if arch is not None and chosen in HOST_BACKENDS:
         chosen = "cuda"
     language = chosen.removesuffix("-simulator")
     # Host arrays are described where they are: what would be copied to the GPU has their strides.
-    place = language if on_device or language in checks.HOST_BACKENDS else "reference"
-    with checks.device_of(named.values()):
+    place = language if on_device or language in HOST_BACKENDS else "reference"
+    with device_of(named.values()):
         prepared = checks.prepare_attention(named, return_lse=True, backend=place, **options)
-    if language in checks.HOST_BACKENDS:
+    if language in HOST_BACKENDS:
         dispatch.no_kernel_on_host(kernel, language)
         missing = compiler.gpu_missing()
-        reasons = {name: [missing] for name in checks.DEVICE_BACKENDS} if missing else {}
+        reasons = {name: [missing] for name in DEVICE_BACKENDS} if missing else {}
         return Explanation(language, reasons=reasons, notes=prepared.copied)
     if arch is None:
         cupy = compiler.require_gpu(language)

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from workbench.checks import DTYPES, Problem, VectorProblem
 from workbench.compile import Entry, Signature
+from workbench.problem import DTYPES, Problem, VectorProblem
 
 RANGE, MASK, BIAS, SOFTCAP = 1, 2, 4, 8  # bits of FEATURES, as in scores.cuh
 # Kibibytes of shared memory that a block may have; a GPU not listed has at least the last number.

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 if TYPE_CHECKING:
-    from workbench.checks import Arrays, Problem
+    from workbench.problem import Arrays, Problem
 
 Array = npt.NDArray[Any]
 

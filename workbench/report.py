@@ -20,9 +20,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from workbench.checks import DTYPES, SIMULATOR_BACKENDS
 from workbench.comparison import Availability, Comparison, Row
 from workbench.doctor import Finding, Machine, Verdict, facts_of
+from workbench.problem import DTYPES, SIMULATOR_BACKENDS
 from workbench.show import Pair, Piece
 
 LANGUAGE_NAMES = {"cuda": "CUDA C++", "numba": "Numba"}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import launchers
-from workbench.checks import Problem, VectorProblem
 from workbench.launchers import Launch, Work
+from workbench.problem import Problem, VectorProblem
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Rows and columns are 32-bit inside a kernel, with room to add a window to them.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench import reference
-from workbench.checks import DTYPES
+from workbench.problem import DTYPES
 
 Array = Any
 

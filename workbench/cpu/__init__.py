@@ -19,8 +19,8 @@ import numpy.typing as npt
 from workbench.cpu import dense
 
 if TYPE_CHECKING:
-    from workbench.checks import Arrays, Problem
     from workbench.cpu.kernels import Scores, Tiles
+    from workbench.problem import Arrays, Problem
 
 Array = npt.NDArray[Any]
 

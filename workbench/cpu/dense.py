@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from workbench.checks import Arrays, Problem
+    from workbench.problem import Arrays, Problem
 
 Array = npt.NDArray[Any]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from workbench import compile as compiler
 from workbench import launchers
-from workbench.checks import DTYPES, SIMULATOR_ARCH
 from workbench.compile import Entry
 from workbench.launchers import Work
+from workbench.problem import DTYPES, SIMULATOR_ARCH
 from workbench.simulator import engine
 from workbench.simulator.checks import Checker
 from workbench.simulator.decode import decode
