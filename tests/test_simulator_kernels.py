@@ -16,7 +16,9 @@ from oracle import Example, check, random_example
 
 import workbench
 from workbench import KERNELS
-from workbench.problem import DTYPES
+from workbench.launchers import Work
+from workbench.problem import DTYPES, SIMULATOR_ARCH, VectorProblem
+from workbench.simulator import run as simulator
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
 ADDITION = [row for row in KERNELS if row.op == "vector_add"]
@@ -53,6 +55,29 @@ def test_ragged_tiles(row: Any, language: str) -> None:
 @targets(ATTENTION)
 def test_all_options_at_once(row: Any, language: str) -> None:
     check(random_example(2, **EVERYTHING), **how(row, language))
+
+
+@targets(ATTENTION)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": "top_left", "window": (20, 30)},
+        {"heads_q": 4, "heads_kv": 2, "bias": "bk"},
+        {"bias": "bhq", "mask": "k"},
+        {"bias": "h"},
+    ],
+    ids=str,
+)
+def test_other_options_at_once(change: dict[str, Any], row: Any, language: str) -> None:
+    """The same instance as `test_all_options_at_once`, with sums over every axis of a bias."""
+    check(random_example(7, **EVERYTHING | change), **how(row, language))
+
+
+@targets(ATTENTION)
+def test_groups_of_heads(row: Any, language: str) -> None:
+    """The same instance as `test_ragged_tiles`."""
+    sizes = RAGGED | {"heads_q": 6, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 20}
+    check(random_example(8, **sizes), **how(row, language))
 
 
 @targets(ATTENTION)
@@ -101,6 +126,19 @@ def test_vector_add_with_strides(row: Any, language: str) -> None:
     a = np.random.default_rng(0).standard_normal((5, 6, 14)).astype(np.float32)
     for x, y in ((a[:, ::-1, ::2], a[:, :, 7:]), (a.T, a.T), (a[1:, 1:], a[:-1, :-1])):
         np.testing.assert_array_equal(workbench.vector_add(x, y, **how(row, language)), x + y)
+
+
+@targets([row for row in ADDITION if not row.needs_contiguous])
+def test_a_small_grid_strides_over_all(row: Any, language: str) -> None:
+    a, b = np.random.default_rng(0).standard_normal((2, 40_001)).astype(np.float32)
+    out = np.full_like(a, np.nan)
+    strides = tuple((name, (1,)) for name in ("a", "b", "out"))
+    problem = VectorProblem("vector_add", "float32", a.shape, strides)
+    (launch,) = row.work(problem, SIMULATOR_ARCH).launches
+    assert launch.grid > 2
+    work = Work((replace(launch, grid=2),))
+    simulator.run(work, problem, language, {"a": a, "b": b, "out": out}, {"out"})
+    np.testing.assert_array_equal(out, a + b)
 
 
 @pytest.mark.parametrize("language", [pytest.param(x, marks=needs(x)) for x in ("cuda", "numba")])
