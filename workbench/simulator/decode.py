@@ -56,7 +56,7 @@ def decode(program: Program) -> Code:
         Naming opcode, source file and line.
     """
     # Their modules fill BUILDERS.
-    from workbench.simulator import collectives, control, copies, transfers  # noqa: F401
+    from workbench.simulator import collectives, control, copies, tensor, transfers  # noqa: F401
 
     return Decoder(program).code()
 

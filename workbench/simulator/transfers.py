@@ -44,8 +44,12 @@ class Access:
     flags: int = 0
 
 
-def reach(chunk: Chunk, access: Access, addresses: Array, lanes: Array) -> tuple[Bytes, Array]:
+def reach(
+    chunk: Chunk, access: Access, addresses: Array, lanes: Array, users: Array | None = None
+) -> tuple[Bytes, Array]:
     """The memory of an access and the offsets in it, checked and counted.
+
+    `users` are the lanes that get the data, where others give the addresses.
 
     Raises
     ------
@@ -72,11 +76,11 @@ def reach(chunk: Chunk, access: Access, addresses: Array, lanes: Array) -> tuple
     if bad >= 0:
         raise _bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
     if chunk.checks is not None and access.space != "local":
-        _check(chunk, access, offsets, lanes)
+        _check(chunk, access, offsets, lanes, lanes if users is None else users)
     return memory, offsets
 
 
-def _check(chunk: Chunk, access: Access, offsets: Array, lanes: Array) -> None:
+def _check(chunk: Chunk, access: Access, offsets: Array, lanes: Array, users: Array) -> None:
     checks, counts, pc = chunk.checks, chunk.launch.counts, access.pc
     assert checks is not None
     if access.space == "global":
@@ -93,9 +97,9 @@ def _check(chunk: Chunk, access: Access, offsets: Array, lanes: Array) -> None:
     else:
         native.count_banks(offsets, lanes, access.size, counts.shared[pc])
         note = checks.shared
-    code = note(offsets, lanes, access.size, pc, access.flags, access.write)
+    code = note(offsets, users, access.size, pc, access.flags, access.write)
     if code:
-        raise collision(chunk, access, offsets, lanes, code)
+        raise collision(chunk, access, offsets, users, code)
 
 
 def split_by_space(access: Access, addresses: Array) -> Iterator[tuple[Access, Array, int]]:
