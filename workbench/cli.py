@@ -57,11 +57,12 @@ def main() -> None:
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Turn the errors that the API documents into the one line that a user sees."""
-    from workbench import CompileError, ToolchainError
+    from workbench import CompileError, SimulationError, ToolchainError
 
+    expected = ValueError, TypeError, CompileError, ToolchainError, SimulationError, MemoryError
     try:
         yield
-    except (ValueError, TypeError, CompileError, ToolchainError, MemoryError) as error:
+    except expected as error:
         raise UserError(str(error) or type(error).__name__) from error
 
 
@@ -227,6 +228,57 @@ def show(
         shown += len(pairs)
     if not shown:
         raise UserError(f"{', '.join(stems)} has no step {step!r}")
+
+
+@app.command()
+def inspect(
+    name: Annotated[str, typer.Argument(help="A kernel, with or without _fwd or _bwd.")],
+    heads: Annotated[int, typer.Option(min=1, help="Query, key and value heads.")] = 2,
+    seqlen: Annotated[int, typer.Option(min=1, help="Queries.")] = 128,
+    seqlen_k: Annotated[
+        int | None, typer.Option(min=1, help="Keys.", show_default="seqlen")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.float32,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Query i sees keys up to i + seqlen_k - seqlen.")
+    ] = False,
+    size: Annotated[int, typer.Option(min=1, help="Elements, for vector_add.")] = 2**16,
+    step: Annotated[
+        str | None, typer.Option(help="Only this step: 4b.", show_default="all")
+    ] = None,
+) -> None:
+    """Show what every line of a kernel costs: instructions, traffic and bank conflicts, simulated.
+
+    Beside each line stand the instructions issued to warps, the 32-byte sectors of global memory
+    and the wavefronts of shared memory; in red where the same bytes would need fewer.
+    """
+    from workbench import inspection
+    from workbench import show as source
+    from workbench.workload import Workload
+
+    console = report.make_console()
+    with _user_errors():
+        stems = source.find_stems(name)
+    for stem in stems:
+        workload = Workload(
+            op="vector_add" if stem.startswith("vector_") else "attention",
+            dtype=dtype.value,
+            heads_q=heads,
+            heads_kv=heads,
+            seqlen_q=seqlen,
+            seqlen_k=seqlen_k or seqlen,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            causal=causal,
+            backward=not stem.endswith("_fwd"),
+            size=size,
+        )
+        with _user_errors():
+            found = inspection.inspect(stem, workload)
+        report.emit(console, inspection.summary(found), Text())
+        for panel in inspection.listing(found, console, step):
+            report.emit(console, panel)
 
 
 @app.command()
