@@ -68,8 +68,8 @@ def attention_dbias(T, BLOCK, BLOCK_K, FEATURES):
         q_end = int32(q_begin + BLOCK if dbias_strides.row else seqlen_q)
         head_end = head_begin + 1 if dbias_strides.head else heads_q
         batch_end = batch_begin + 1 if dbias_strides.batch else batch
-        y = div(cuda.threadIdx.x, MATMUL_SIDE)
-        x = rem(cuda.threadIdx.x, MATMUL_SIDE)
+        y = int32(div(cuda.threadIdx.x, MATMUL_SIDE))
+        x = int32(rem(cuda.threadIdx.x, MATMUL_SIDE))
 
         acc = cuda.local.array(RESULTS, Acc)
         s_acc = cuda.local.array(RESULTS, Acc)
@@ -90,8 +90,8 @@ def attention_dbias(T, BLOCK, BLOCK_K, FEATURES):
                     last = min(k_end, last_key(FEATURES, band, q_start + BLOCK))
                     k_start = int32(max(k_begin, div(first, BLOCK) * BLOCK))
                     while k_start < last:
-                        q_rows = band.q_length - q_start
-                        k_rows = band.kv_length - k_start
+                        q_rows = int32(band.q_length - q_start)
+                        k_rows = int32(band.kv_length - k_start)
                         dout_tile = advance(
                             dout, offset_of(dout_strides, batch_index, head, q_start)
                         )

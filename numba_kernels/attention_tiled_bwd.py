@@ -93,17 +93,17 @@ def attention_tiled_bwd_dq(T, BLOCK, BLOCK_K, FEATURES):
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         k_begin = int32(div(first_key(FEATURES, band, q_start), BLOCK) * BLOCK)
         k_end = last_key(FEATURES, band, q_start + BLOCK)
-        rows = min(BLOCK, seqlen_q - q_start)
-        y = div(cuda.threadIdx.x, MATMUL_SIDE)
-        x = rem(cuda.threadIdx.x, MATMUL_SIDE)
+        rows = int32(min(BLOCK, seqlen_q - q_start))
+        y = int32(div(cuda.threadIdx.x, MATMUL_SIDE))
+        x = int32(rem(cuda.threadIdx.x, MATMUL_SIDE))
 
         # 4. Walk over the key/value tiles
         s_acc = cuda.local.array(RESULTS, Acc)
         dp_acc = cuda.local.array(RESULTS, Acc)
         k_start = k_begin
         while k_start < k_end:
-            q_rows = band.q_length - q_start
-            k_rows = band.kv_length - k_start
+            q_rows = int32(band.q_length - q_start)
+            k_rows = int32(band.kv_length - k_start)
             k_tile = advance(k, k_start * k_strides.row)
             v_tile = advance(v, k_start * v_strides.row)
             for i in range(OWN):
@@ -161,7 +161,7 @@ def attention_tiled_bwd_dq(T, BLOCK, BLOCK_K, FEATURES):
         d_start = int64(0)
         while d_start < head_dim:
             # 4f. dq += ds k, with ds written by all threads once matmul_tile passes its barrier
-            cols = head_dim - d_start
+            cols = int32(head_dim - d_start)
             k_tile = advance(k, k_begin * k_strides.row + d_start)
             ds_tile = advance(ds, k_begin)
             for i in range(OWN):
@@ -237,9 +237,9 @@ def attention_tiled_bwd_dkdv(T, BLOCK, BLOCK_K, FEATURES):
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         q_begin = first_query(FEATURES, band, k_start)
         q_rows = last_query(FEATURES, band, k_start + BLOCK) - q_begin
-        rows = min(BLOCK, seqlen_k - k_start)
-        y = div(cuda.threadIdx.x, MATMUL_SIDE)
-        x = rem(cuda.threadIdx.x, MATMUL_SIDE)
+        rows = int32(min(BLOCK, seqlen_k - k_start))
+        y = int32(div(cuda.threadIdx.x, MATMUL_SIDE))
+        x = int32(rem(cuda.threadIdx.x, MATMUL_SIDE))
 
         # The product is left^T right: p and dout for dv, ds and q for dk
         left = p
@@ -267,7 +267,7 @@ def attention_tiled_bwd_dkdv(T, BLOCK, BLOCK_K, FEATURES):
             for i in range(OWN):
                 for j in range(OWN):
                     acc[i, j] = 0
-            cols = grad_dim - d_start
+            cols = int32(grad_dim - d_start)
             head = head_kv * group
             while head < (head_kv + 1) * group:
                 # 4c. dv += p^T dout, in a block that makes dv

@@ -95,9 +95,9 @@ def attention_tiled_fwd(T, BLOCK, BLOCK_K, FEATURES):
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         k_begin = int32(div(first_key(FEATURES, band, q_start), BLOCK) * BLOCK)
         k_end = last_key(FEATURES, band, q_start + BLOCK)
-        rows = min(BLOCK, seqlen_q - q_start)
-        y = div(cuda.threadIdx.x, MATMUL_SIDE)
-        x = rem(cuda.threadIdx.x, MATMUL_SIDE)
+        rows = int32(min(BLOCK, seqlen_q - q_start))
+        y = int32(div(cuda.threadIdx.x, MATMUL_SIDE))
+        x = int32(rem(cuda.threadIdx.x, MATMUL_SIDE))
 
         # 3. Start the running softmax
         row_max = cuda.local.array(OWN, Acc)

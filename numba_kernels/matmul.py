@@ -18,11 +18,14 @@ threads that copy neighbours along the depth write to different banks.
 """
 
 from numba import cuda
+from numba.cuda import types
 
 from .common import advance, div, like, rem, to_acc
 
 MATMUL_THREADS = 256
 MATMUL_SIDE = 16
+
+int32 = types.int32
 
 
 # tile[d, i] = element d of vector i of source, or 0 where that does not exist. With DEPTH_INNER
@@ -32,8 +35,8 @@ MATMUL_SIDE = 16
 def load_operand(BLOCK, BLOCK_K, DEPTH_INNER, tile, source, stride, vectors, depth):
     RUN = BLOCK_K if DEPTH_INNER else BLOCK
     STEP = div(MATMUL_THREADS, RUN)
-    along = rem(cuda.threadIdx.x, RUN)  # neighbouring threads read neighbours
-    run = div(cuda.threadIdx.x, RUN)
+    along = int32(rem(cuda.threadIdx.x, RUN))  # neighbouring threads read neighbours
+    run = int32(div(cuda.threadIdx.x, RUN))
     source = advance(source, run * stride + along)
     for _ in range(div(BLOCK * BLOCK_K, MATMUL_THREADS)):
         i = run if DEPTH_INNER else along
@@ -42,7 +45,7 @@ def load_operand(BLOCK, BLOCK_K, DEPTH_INNER, tile, source, stride, vectors, dep
         if i < vectors and d < depth:
             x = to_acc(source[0])
         tile[d, i] = x
-        run += STEP
+        run = int32(run + STEP)
         source = advance(source, STEP * stride)
 
 
@@ -53,11 +56,11 @@ def matmul_tile(Acc, BLOCK, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, a_stride, b, b_stride, rows, cols, depth, a_smem, b_smem):
-        y = div(cuda.threadIdx.x, MATMUL_SIDE)
-        x = rem(cuda.threadIdx.x, MATMUL_SIDE)
+        y = int32(div(cuda.threadIdx.x, MATMUL_SIDE))
+        x = int32(rem(cuda.threadIdx.x, MATMUL_SIDE))
         a_frag = cuda.local.array(OWN, Acc)
         b_frag = cuda.local.array(OWN, Acc)
-        d_start = 0
+        d_start = int32(0)
         while d_start < depth:
             a_step = advance(a, d_start * a_stride if A_TRANSPOSED else d_start)
             b_step = advance(b, d_start if B_TRANSPOSED else d_start * b_stride)
@@ -76,6 +79,6 @@ def matmul_tile(Acc, BLOCK, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED):
                 for i in range(OWN):
                     for j in range(OWN):
                         acc[i, j] += a_frag[i] * b_frag[j]
-            d_start += BLOCK_K
+            d_start += int32(BLOCK_K)
 
     return function
