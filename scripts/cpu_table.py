@@ -12,13 +12,18 @@ first head against float64, relative to the largest value.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 import workbench
 from workbench import reference
@@ -203,11 +208,8 @@ def measure(row: Row, seconds: float) -> bool:
     return speed >= row.bar
 
 
-def numpy_blas() -> str:
-    """Name and version of the BLAS that naive attention multiplies with."""
-    config: Any = np.show_config(mode="dicts")
-    found = config["Build Dependencies"]["blas"]
-    return f"{found['name']} {found['version']}"
+def described(library: threads.Blas) -> str:
+    return f"BLAS kernels for {library.core or 'an unknown CPU'}"
 
 
 def main() -> None:
@@ -217,10 +219,10 @@ def main() -> None:
         "--seconds", type=float, default=2.0, help="for each row; at least 3 rounds"
     )
     arguments = parser.parse_args()
-    library = threads.blas()
-    print(f"float32, batch 1, {HEADS} heads, head_dim {HEAD_DIM}; {threads.available()} threads")
-    print(f"ours:  SciPy's BLAS, kernels for {library.core or 'an unknown CPU'}, a thread a call")
-    print(f"naive: NumPy {np.__version__} with {numpy_blas()}, as many threads as it likes")
+    numpy_blas = threads.Blas([ctypes.CDLL(np._core._multiarray_umath.__file__)])
+    print(f"float32, batch 1, {HEADS} heads, head_dim {HEAD_DIM}")
+    print(f"ours:  {threads.available()} threads of our own; SciPy's {described(threads.blas())}")
+    print(f"naive: {numpy_blas.get_threads()} threads in BLAS; NumPy's {described(numpy_blas)}")
     print(
         f"\n{'':24}{'ours ms':>9}{'naive ms':>10}{'faster':>8}{'median':>8}{'bar':>6}"
         f"{'':6}{'error':>9}{'naive':>9}{'rounds':>7}"

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def _submit(task: Callable[[], object]) -> Any:
 
 
 class Blas:
-    """The BLAS library that ``np.dot`` calls inside Numba: SciPy's, which is not NumPy's.
+    """A BLAS library, the first one found among or behind some loaded libraries.
 
     Attributes
     ----------
@@ -92,12 +92,12 @@ class Blas:
         ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
         self.known = False
         self.get_threads: Callable[[], int] = lambda: 1
         self.set_threads: Callable[[int], object] = lambda _: None
         self.core = ""
-        for library in self._libraries():
+        for library in libraries:
             for getter, setter in self._NAMES:
                 if hasattr(library, getter) and hasattr(library, setter):
                     self.known = True
@@ -109,22 +109,22 @@ class Blas:
                         self.core = function().decode()
                     return
 
-    @staticmethod
-    def _libraries() -> Iterator[ctypes.CDLL]:
-        import scipy
-        from scipy.linalg import cython_blas
 
-        # Numba finds its BLAS through this module; looking a name up in it searches what it is
-        # linked with too, except on Windows, where the wheel's own library must be named.
-        yield ctypes.CDLL(cython_blas.__file__)
-        for path in Path(scipy.__file__).parents[1].glob("scipy.libs/*openblas*"):
-            yield ctypes.CDLL(str(path))
+def _scipy_libraries() -> Iterator[ctypes.CDLL]:
+    import scipy
+    from scipy.linalg import cython_blas
+
+    # Numba finds its BLAS through this module; looking a name up in it searches what it is linked
+    # with too, except on Windows, where the wheel's own library must be named.
+    yield ctypes.CDLL(cython_blas.__file__)
+    for path in Path(scipy.__file__).parents[1].glob("scipy.libs/*openblas*"):
+        yield ctypes.CDLL(str(path))
 
 
 @functools.cache
 def blas() -> Blas:
-    """The library, looked for once."""
-    return Blas()
+    """The library that ``np.dot`` calls inside Numba: SciPy's, which is not NumPy's."""
+    return Blas(_scipy_libraries())
 
 
 _holders = 0
