@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from building import missing, needs
 from rich.console import Console
 from typer.testing import CliRunner
 
+from workbench import compile as compiler
 from workbench import inspection, show
 from workbench.cli import app
 from workbench.simulator.lines import by_array, by_line, total
@@ -99,9 +101,24 @@ def test_the_command() -> None:
     assert result.exit_code != 0
 
 
-def test_a_compiler_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench import compile as compiler
+def test_counts_beside_a_comparison() -> None:
+    small = Workload("vector_add", size=5000)
+    shown = text_of([inspection.simulated(small, [("vector_add", x) for x in ("cuda", "numba")])])
+    assert re.search(r"vector_add +cuda .* 39\.1 KiB +19\.5 KiB", shown), shown
+    assert re.search(r"vector_add +numba .* 39\.1 KiB +19\.5 KiB", shown)
+    assert "for small problems" in text_of([inspection.simulated(Workload("vector_add"), [])])
 
+
+@pytest.mark.skipif(compiler.gpu_missing() is None, reason="a GPU is there to be timed")
+def test_compare_shows_counts_where_there_is_no_gpu() -> None:
+    result = CliRunner().invoke(app, ["compare", "vector_add", "--size", "5000"])
+    assert result.exit_code == 0, result.output
+    assert "counted by the simulator" in result.output
+    few = ["compare", "vector_add", "--size", "5000", "--backend", "cpu"]
+    assert "simulator" not in CliRunner().invoke(app, few).output
+
+
+def test_a_compiler_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing("numba") is None
     original = compiler.build_ptx
 

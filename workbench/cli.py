@@ -157,7 +157,8 @@ def compare(
     ] = None,
 ) -> None:
     """Compare every kernel in every language: error, time, rate and resources on one problem."""
-    from workbench import comparison
+    from workbench import comparison, inspection
+    from workbench import compile as compiler
     from workbench.workload import Workload
 
     if plot is not None and not plot.parent.is_dir():
@@ -187,6 +188,11 @@ def compare(
         typer.echo(report.comparison_json(result))
     else:
         report.emit(console, report.comparison_table(result))
+        stopped = [(row.kernel, row.backend) for row in result.rows if row.kernel and row.reason]
+        if stopped and compiler.gpu_missing() is not None:
+            with _user_errors():
+                counts = inspection.simulated(workload, stopped)
+            report.emit(console, Text(), counts)
     if plot is not None:
         report.save_plot(result, plot)
         typer.echo(f"plot written to {plot}", err=True)

@@ -201,7 +201,7 @@ def _measure(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             x = _placed(oracle.inputs, backend)
-            call = _prepared_call(workload, x, kernel, backend)
+            call = prepared_call(workload, x, kernel, backend)
             results = call()
             timing = bench.time_gpu(call) if on_gpu else bench.time_host(call)
         used = _resources(workload, x, kernel, backend) if kernel else (None,) * 3
@@ -236,7 +236,7 @@ def _placed(inputs: dict[str, Array], backend: str) -> dict[str, Array]:
     return {name: cupy.asarray(x) for name, x in inputs.items()}
 
 
-def _prepared_call(
+def prepared_call(
     workload: Workload, x: dict[str, Array], kernel: str | None, backend: str
 ) -> Callable[[], dict[str, Array]]:
     """Bind the call to time; `vector_add` gets its output allocated once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from workbench import comparison, report
+from workbench import KERNELS, comparison, inspection, report
 from workbench import compile as compiler
 from workbench.problem import HOST_BACKENDS
 from workbench.report import UserError
@@ -22,6 +22,7 @@ from workbench.vit.weights import random_model
 from workbench.workload import Workload, random_inputs
 
 FILE_NAME = "workbench-demo.png"
+SIMULATED_HEADS = 2
 MODEL = "vit_base_patch16_224"
 
 
@@ -45,11 +46,15 @@ def run(console: Console, out: Path) -> None:
         ),
     )
     which = comparison.targets("attention")
-    steps = 2 * comparison.count_steps(which) + len(_model_backends()) + 2
+    simulate = compiler.gpu_missing() is not None
+    steps = 2 * comparison.count_steps(which) + len(_model_backends()) + 2 + 4 * simulate
     with report.progress(console, steps) as step:
         for backward in (False, True):
             report.emit(console, report.comparison_table(_compare(tokens, backward, step)))
             report.emit(console)
+        if simulate:
+            for renderable in _simulated(tokens, step):
+                report.emit(console, renderable, Text())
         report.emit(console, _vision_transformer(picture, step))
         step("attention map")
         weights = patch_attention(picture)
@@ -95,6 +100,24 @@ def _compare(
     return comparison.compare(
         workload, comparison.targets("attention"), inputs=inputs, progress=step
     )
+
+
+def _simulated(
+    tokens: np.ndarray[Any, Any], step: Callable[[str], None]
+) -> Iterator[RenderableType]:
+    """Run the fastest kernel, in both languages, on a few heads of the picture without a GPU."""
+    heads, seqlen, head_dim = SIMULATED_HEADS, tokens.shape[2], tokens.shape[3]
+    for backward in (False, True):
+        workload = Workload(
+            "attention", heads_q=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen,
+            head_dim=head_dim, head_dim_v=head_dim, backward=backward,
+        )  # fmt: skip
+        inputs = dict.fromkeys(("q", "k", "v"), tokens[:, :heads])
+        if backward:
+            inputs["dout"] = random_inputs(workload)["dout"]
+        yield Text(f"In the simulator: {workload.title}", style="bold")
+        twins = [(KERNELS[0].name, language) for language in compiler.LANGUAGES]
+        yield inspection.simulated(workload, twins, inputs=inputs, progress=step)
 
 
 def _model_backends() -> list[str]:

@@ -6,7 +6,7 @@ in either language, and nothing of how long the hardware takes for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from workbench import comparison, report, show
 from workbench import compile as compiler
-from workbench import report, show
-from workbench.workload import Workload, random_inputs
+from workbench.workload import Oracle, Workload, random_inputs
 
 if TYPE_CHECKING:
     from workbench.show import Pair, Piece
@@ -268,3 +268,71 @@ def short(count: int) -> str:
         if count >= size:
             return f"{report.three_digits(count / size)}{unit}"
     return str(count)
+
+
+# ----------------------------------------------------------------------- beside a comparison
+
+SIMULATED_WORK = 2e8  # operations, or bytes: some seconds a kernel
+
+
+def simulated(
+    workload: Workload,
+    which: Iterable[tuple[str, str]],
+    *,
+    inputs: dict[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RenderableType:
+    """Lay out what kernels ask of a GPU: counts where no time can be had.
+
+    Parameters
+    ----------
+    which : iterable of (str, str)
+        Names of rows of `KERNELS` and languages.
+    inputs : dict of arrays, optional
+        As for `comparison.compare`.
+    progress : callable
+        Is told what is about to be done, once for each of `which`.
+    """
+    from workbench.simulator.lines import total
+    from workbench.simulator.run import recording
+    from workbench.table import NoKernelError
+
+    if workload.work > SIMULATED_WORK:
+        hint = "--size 65536" if workload.op == "vector_add" else "--seqlen 128"
+        return Text(f"counts from the simulator: for small problems, as with {hint}", style="dim")
+    columns = ["kernel", "language", "instr", "loads", "stores", "shared", "conflicts", "error"]
+    table = report.plain_table(*columns, right=columns[2:])
+    missing: dict[str, None] = {}
+    oracle = Oracle(workload, inputs)
+    for kernel, language in which:
+        backend = f"{language}-simulator"
+        progress(f"{kernel} ({backend})")
+        try:
+            call = comparison.prepared_call(workload, oracle.inputs, kernel, backend)
+            with recording() as records:
+                error = oracle.error(call())
+        except NoKernelError:
+            continue
+        except compiler.ToolchainError as reason:
+            missing[str(reason)] = None
+            continue
+        line = total(record.launch for record in records)
+        shared = line.shared
+        table.add_row(
+            kernel, language, short(line.issued), _bytes(line.loads), _bytes(line.stores),
+            short(shared.transactions), short(shared.excess) or "0", f"{error:.1e}",
+        )  # fmt: skip
+    parts: list[RenderableType] = []
+    if table.row_count:
+        meaning = (
+            "instr: instructions issued to warps; loads, stores: bytes of global memory in sectors "
+            "of 32; shared: wavefronts of shared memory, and how many of them bank conflicts cost"
+        )
+        title = Text("counted by the simulator, the same on every machine", style="bold")
+        parts += [title, Text(), table, Text(meaning, style="dim")]
+    parts += [Text(f"not simulated: {why}", style="yellow") for why in missing]
+    return Group(*parts)
+
+
+def _bytes(traffic: Traffic) -> str:
+    return report.format_bytes(32 * traffic.transactions)
