@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from ptx_kernels import kernel, run_body, run_text
 
-from workbench.simulator import faults, lines
+from workbench.simulator import faults, lines, ops
 from workbench.simulator.faults import SimulationError
 from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Location, PTXError, parse
@@ -295,6 +298,56 @@ def test_reducing_barriers() -> None:
     for op, want in (("and", 0), ("or", 1)):
         body = f"setp.lt.u32 %p1, %r0, 50; bar.red.{op}.pred %p2, 0, %p1; selp.u32 %r1, 1, 0, %p2;"
         np.testing.assert_array_equal(outcome(body, 96), np.full(96, want))
+
+
+def test_named_barriers_of_some_threads() -> None:
+    """The upper half waits for what the lower half, which does not wait, has written."""
+    body = f"""
+        {SHARED}
+        shl.b32 %r2, %r0, 2; xor.b32 %r3, %r2, 256; mov.u32 %r1, 1;
+        setp.lt.u32 %p1, %r0, 64;
+        @%p1 bra LOW;
+        bar.sync 3, 128;
+        ld.shared.u32 %r1, [%r3];
+        bra JOIN;
+    LOW:
+        st.shared.u32 [%r2], %r0;
+        bar.arrive 3, 128;
+    JOIN:
+        bar.sync 0;
+    """
+    lane = np.arange(128)
+    np.testing.assert_array_equal(outcome(body, 128), np.where(lane < 64, 1, lane - 64))
+
+
+def test_exits_and_traps() -> None:
+    np.testing.assert_array_equal(
+        outcome("mov.u32 %r1, 3; setp.ge.u32 %p1, %r0, 20; @%p1 exit;"),
+        np.where(np.arange(32) < 20, 3, 0),
+    )
+    for stop in ("trap", "brkpt"):
+        error = fault_of(f"setp.eq.u32 %p1, %r0, 7; @%p1 {stop};")
+        assert error.kind == faults.TRAP
+        assert "thread 7 of block 0" in str(error)
+
+
+def test_advice_changes_nothing() -> None:
+    body = f"""
+        {OWN} prefetch.global.L2 [%d0]; prefetchu.L1 [%d0]; nanosleep.u32 100; pmevent 1;
+        griddepcontrol.wait; setmaxnreg.inc.sync.aligned.u32 200; membar.gl;
+        ldu.global.u32 %r1, [%d10];
+    """
+    np.testing.assert_array_equal(outcome(body), np.zeros(32))
+
+
+def test_every_opcode_is_tested() -> None:
+    from workbench.simulator import bits, conversions  # noqa: F401
+    from workbench.simulator.decode import BUILDERS
+
+    known = {*BUILDERS, *ops._FINDERS}
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("*simulator*.py"))
+    assert len(known) > 70
+    assert [op for op in sorted(known) if not re.search(rf"\b{op}\b", text)] == []
 
 
 # ------------------------------------------------------------------------------- of warps

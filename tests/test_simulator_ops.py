@@ -120,6 +120,16 @@ def test_products_and_quotients(kind: str) -> None:
     same(apply(f"rem.{kind}", (a, b), a.dtype), np.array(rests, a.dtype))
 
 
+def test_products_of_24_bits() -> None:
+    for kind in ("s32", "u32"):
+        a, b = integers(kind, 1), integers(kind, 2)
+        low = [wrap(int(x) & 0xFFFFFF, "u32") for x in a], [int(y) & 0xFFFFFF for y in b]
+        if kind == "s32":
+            low = tuple([x - (x >> 23 << 24) for x in part] for part in low)
+        want = [wrap(x * y, kind) for x, y in zip(*low, strict=True)]
+        same(apply(f"mul24.lo.{kind}", (a, b), a.dtype), np.array(want, a.dtype))
+
+
 def test_saturated_sums() -> None:
     a, b = integers("s32", 1), integers("s32", 2)
     want = np.clip(a.astype(np.int64) + b, -(2**31), 2**31 - 1)

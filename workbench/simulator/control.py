@@ -12,7 +12,7 @@ from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Instruction
 
 # Instructions that only advise the hardware, or measure it.
-_NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "pmevent", "nanosleep",
+_NO_EFFECT = ("prefetch", "prefetchu", "pmevent", "nanosleep",
               "setmaxnreg", "griddepcontrol")  # fmt: skip
 
 

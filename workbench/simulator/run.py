@@ -50,7 +50,7 @@ def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterat
     Parameters
     ----------
     checks : bool
-        Without, kernels run three times as fast, and races go unnoticed.
+        Without, kernels run nearly twice as fast, and races go unnoticed.
     max_steps : int
         Instructions, each for a group of threads, after which a launch is given up.
     """

@@ -160,7 +160,7 @@ def collision(
     block, thread = divmod(tag >> native.WHO, chunk.threads)
     pc = tag >> native.PC & native.PC_MASK
     other, earlier = launch.where(pc), launch.code.program.instructions[pc]
-    did = "read" if earlier.op in ("ld", "ldmatrix") else "wrote"
+    did = "read" if earlier.op in ("ld", "ldu", "ldmatrix") else "wrote"
     who = f"thread {thread} of block {block}"
     if code == native.IN_FLIGHT:
         return SimulationError(
