@@ -1,30 +1,29 @@
-// Attention on CUDA cores, backward: one walk gives dq, dk and dv, in exact fp32 (or fp64)
+// attention_flash_simt_bwd: one walk gives dq, dk and dv on CUDA cores, in exact fp32 or fp64.
 //
-//   p = exp(score(q k^T) - lse)            dv = p^T dout
-//   ds = p * (dout v^T - delta)            dq = scale ds k,   dk = scale ds^T q
+//   p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
 //
-// Work split       a block owns BLOCK_N key rows of one key head and walks over the query tiles that
-//                  see them, of every query head that reads this key head.
-// dq               is a sum over blocks. It is added up in fp32 in dq_acc, in the order of the keys
-//                  and without atomics: each query tile has a counter that says whose turn it is, and
-//                  the last block to add writes dq. Blocks take their key tiles from a counter too,
-//                  so who waits, waits for a block that started before: there is always progress.
-// Shared memory    k, v, q and dout tiles and one that holds p, then ds. The next dout is loaded
-//                  from the moment dp is known, the next q while ds k runs.
-// Registers        dk and dv of the thread's keys, 8 x 4 or 8 x 8 each.
-// Twin             numba_kernels/attention_flash_simt_bwd.py
-// Launched by      attention_flash_simt in workbench/launchers.py
-#include "common.cuh"
+// The scores are recomputed from q, k and lse. A block keeps a tile of keys and walks over the
+// queries that see them: dk and dv stay in registers, but dq is a sum over blocks. It is added up
+// in dq_acc in the order of the keys, without atomics: a counter of each query tile says whose turn
+// it is, and the last one writes dq. Blocks take their key tiles from a counter as well: whoever
+// waits for a turn waits for a block that has started, so there is always progress.
+//
+// Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it
+// Shared memory: the K, V, Q and dout tiles and one for p, then ds; the next dout is loaded from
+//                when dp is known, the next q while ds k runs
+// Registers:     dk and dv of the block's keys, 8 x 4 or 8 x 8 each a thread, and one more product
+// Twin:          numba_kernels/attention_flash_simt_bwd.py
+// Launched by:   workbench/launchers.py, attention_flash_simt
 #include "scores.cuh"
 #include "tiles.cuh"
 
-// How the threads of a block share ROWS x COLS results: 2W rows each if that leaves a warp no more
-// rows than there are, and as many columns as it takes.
+// How the warps of a block share ROWS x COLS results: a thread has 2W rows, if there are as many
+// and it leaves a column for everybody.
 template <typename Acc, int ROWS, int COLS, int THREADS>
 struct Share {
-  static constexpr int MOST = ROWS / (8 * vec_length<Acc>());
   static constexpr int WARPS = THREADS / 32;
-  static constexpr int WARPS_ROWS = MOST < 1 ? 1 : MOST < WARPS ? MOST : WARPS;
+  static constexpr int WANTED = ROWS / (8 * vec_length<Acc>()), LEAST = cdiv(8 * WARPS, COLS);
+  static constexpr int WARPS_ROWS = WANTED < LEAST ? LEAST : WANTED < WARPS ? WANTED : WARPS;
   static constexpr int WARPS_COLS = WARPS / WARPS_ROWS;
   static constexpr int R = ROWS / (4 * WARPS_ROWS), C = COLS / (8 * WARPS_COLS);
 
@@ -118,9 +117,10 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
   int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
   int tile_first = q_first / BLOCK_M;
-  int tiles_seen = q_first < q_last ? cdiv(q_last, BLOCK_M) - tile_first : 0;
+  int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
+  int steps = heads_each * (tile_end - tile_first);
   int head = head_kv * heads_each;
-  int q_tile = tile_first + tiles_seen - 1;  // last to first, then on to the next head
+  int q_tile = tile_end - 1;  // last to first, then on to the next head
 
   // 2. Load the K and V tiles
   load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
@@ -129,6 +129,15 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   load_tile<T, BLOCK_N, HEAD_DIM_V, VEC, ASYNC, THREADS>(
       v_smem, v + offset_of(v_strides, batch_index, head_kv, k_start), v_strides.row,
       band.kv_length - k_start, int(head_dim_v));
+  if (steps > 0) {
+    int q_start = q_tile * BLOCK_M;
+    load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
+        q_smem, q + offset_of(q_strides, batch_index, head, q_start), q_strides.row,
+        band.q_length - q_start, int(head_dim));
+    load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
+        dout_smem, dout + offset_of(dout_strides, batch_index, head, q_start), dout_strides.row,
+        band.q_length - q_start, int(head_dim_v));
+  }
 
   // 3. Start dk and dv
   Acc dk_acc[ShareK::R][ShareK::C] = {}, dv_acc[ShareV::R][ShareV::C] = {};
@@ -136,26 +145,16 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   // 4. Walk over the query tiles
   int first_row = ShareS::first_row(), first_col = ShareS::first_col();
   Acc* p_rows = p_smem + tile_offset<Acc, BLOCK_N>(first_row, first_col);
-  int turn_taken = 0;
-  int turn = 0;
-  int steps = heads_each * tiles_seen;
-  for (int step = 0; step < steps; ++step) {
+  int turn_taken = 0, turn = 0;
+  for (; steps > 0; --steps) {
     int q_start = q_tile * BLOCK_M;
-    int64 query_head = batch_index * heads_q + head;
+    int query_head = batch_index * int(heads_q) + head;
     // 4a. Load q, dout, lse and delta
-    if (step == 0) {
-      load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
-          q_smem, q + offset_of(q_strides, batch_index, head, q_start), q_strides.row,
-          band.q_length - q_start, int(head_dim));
-      load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
-          dout_smem, dout + offset_of(dout_strides, batch_index, head, q_start), dout_strides.row,
-          band.q_length - q_start, int(head_dim_v));
-    }
     Acc row_lse[ROWS], row_delta[ROWS];
     load_rows<ROWS>(row_lse, lse + query_head * seqlen_q, q_start + first_row, band.q_length);
     if (ASYNC) cp_async_wait_all();
     __syncthreads();  // q and dout are there; everybody has added to the last dq
-    if (threadIdx.x == 0 && step > 0) st_release(turns + turn_taken, turn + 1);
+    if (threadIdx.x == 0 && turn_taken > 0) st_release(turns + turn_taken, turn + 1);
 
     // 4b. p = exp(s - lse)
     Acc p[ROWS][KEYS] = {}, slope[ROWS][KEYS];  // the slope of the cap: 1, in no register, without
@@ -165,21 +164,30 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
         tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      int row = q_start + first_row + spread<Acc, ROWS, 4>(r);
-      Acc subtrahend = finite_or_zero(row_lse[r]);
 #pragma unroll
       for (int c = 0; c < KEYS; ++c) {
-        int col = k_start + first_col + spread<Acc, KEYS, 8>(c);
-        Acc s = capped_score<FEATURES>(score, p[r][c]);
-        slope[r][c] = uncapped_gradient<FEATURES>(score, Acc(1), s);
-        if (unmasked) {
-          s = biased_score<FEATURES>(score, s, batch_index, head, row, col);
-        } else {
-          bool seen = sees<FEATURES>(score, band, batch_index, head, row, col);
-          s = seen ? biased_score<FEATURES>(score, s, batch_index, head, row, col) : -INF;
-        }
-        p[r][c] = exp_of(s - subtrahend);
+        p[r][c] = capped_score<FEATURES>(score, p[r][c]);
+        slope[r][c] = uncapped_gradient<FEATURES>(score, Acc(1), p[r][c]);
       }
+    }
+    if (!unmasked || FEATURES & BIAS) {  // a loop of its own: most tiles go past it
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        int row = q_start + first_row + spread<Acc, ROWS, 4>(r);
+#pragma unroll
+        for (int c = 0; c < KEYS; ++c) {
+          int col = k_start + first_col + spread<Acc, KEYS, 8>(c);
+          bool seen = unmasked || sees<FEATURES>(score, band, batch_index, head, row, col);
+          p[r][c] =
+              seen ? biased_score<FEATURES>(score, p[r][c], batch_index, head, row, col) : -INF;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      Acc subtrahend = finite_or_zero(row_lse[r]);
+#pragma unroll
+      for (int c = 0; c < KEYS; ++c) p[r][c] = exp_of(p[r][c] - subtrahend);
       store_tile_row<KEYS, 8>(p_rows + tile_offset<Acc, BLOCK_N>(spread<Acc, ROWS, 4>(r), 0), p[r]);
     }
     __syncthreads();  // p is there
@@ -196,10 +204,10 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
                                            v_smem + tile_offset<Acc, HEAD_DIM_V>(first_col, 0));
     __syncthreads();  // p and dout are free
     bool same_head = q_tile > tile_first;
-    int next_tile = same_head ? q_tile - 1 : tile_first + tiles_seen - 1;
+    int next_tile = same_head ? q_tile - 1 : tile_end - 1;
     int next_head = same_head ? head : head + 1;
     int next_start = next_tile * BLOCK_M;
-    if (step + 1 < steps) {
+    if (steps > 1) {
       load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
           dout_smem, dout + offset_of(dout_strides, batch_index, next_head, next_start),
           dout_strides.row, band.q_length - next_start, int(head_dim_v));
@@ -217,7 +225,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
 
     // 4e. dk += ds^T q
     turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;
-    turn_taken = 1 + int(query_head) * tiles_q + q_tile;
+    int query_tile = query_head * tiles_q + q_tile;
+    turn_taken = 1 + query_tile;
     if (threadIdx.x == 0) {
       while (ld_acquire(turns + turn_taken) != turn) {
       }
@@ -228,13 +237,13 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
 
     // 4f. dq += ds k
     __syncthreads();  // q is free, and it is our turn to add
-    if (step + 1 < steps) {
+    if (steps > 1) {
       load_tile<T, BLOCK_M, HEAD_DIM, VEC, ASYNC, THREADS>(
           q_smem, q + offset_of(q_strides, batch_index, next_head, next_start), q_strides.row,
           band.q_length - next_start, int(head_dim));
     }
-    Acc* sum = dq_acc + (query_head * tiles_q + q_tile) * (BLOCK_M * HEAD_DIM) +
-               ShareQ::first_row() * HEAD_DIM + ShareQ::first_col();
+    Acc* sum = dq_acc + int64(query_tile) * (BLOCK_M * HEAD_DIM) + ShareQ::first_row() * HEAD_DIM +
+               ShareQ::first_col();
     Acc dq_part[ShareQ::R][ShareQ::C] = {};  // and what the blocks before us have added
     if (turn > 0) {
 #pragma unroll
@@ -261,7 +270,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   }
   if (ASYNC) cp_async_wait_all();
   __syncthreads();
-  if (threadIdx.x == 0 && steps > 0) st_release(turns + turn_taken, turn + 1);
+  if (threadIdx.x == 0 && turn_taken > 0) st_release(turns + turn_taken, turn + 1);
 
   // 5. Scale and store
   dk += offset_of(dk_strides, batch_index, head_kv, k_start);

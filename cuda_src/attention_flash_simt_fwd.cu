@@ -1,17 +1,19 @@
-// Attention on CUDA cores, forward: tiles and an online softmax, in exact fp32 (or fp64)
+// attention_flash_simt_fwd: tiles and an online softmax on CUDA cores, in exact fp32 or fp64.
 //
-//   out = softmax(score(q k^T)) v,   lse = log(sum(exp(score)))        score: scores.cuh
+//   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 //
-// Work split       a block owns BLOCK_M query rows of one head, a warp BLOCK_M / WARPS of them, and
-//                  walks over the keys in tiles of BLOCK_N. Tiles of all heads go first to last row
-//                  backwards: under a causal mask the longest walks start first.
-// Shared memory    q, k, v and p tiles. K is loaded while p v runs and V while q k^T runs, so one
-//                  buffer each is enough: Q + K + V + P tiles of Acc.
-// Registers        scores ROWS x KEYS and outputs ROWS x DIMS a thread, 8 x 8 at best: every
-//                  16-byte load from shared memory then feeds 16 multiply-adds.
-// Twin             numba_kernels/attention_flash_simt_fwd.py
-// Launched by      attention_flash_simt in workbench/launchers.py
-#include "common.cuh"
+// The scores never leave the chip: a block keeps a tile of query rows and walks over the keys, tile
+// by tile, with a softmax of what it has seen so far. All arithmetic is in Acc, on register tiles
+// (tiles.cuh). Query tiles are taken from the last row to the first, of all heads at a time: so the
+// longest walks start first under a causal mask.
+//
+// Work split:    a block owns BLOCK_M query rows of one head, each warp its share of them
+// Shared memory: the Q, K, V and P tiles; one buffer each is enough, as K is loaded while p v runs
+//                and V while q k^T does
+// Registers:     ROWS x KEYS scores and ROWS x DIMS outputs a thread, 8 x 8 at best: a 16-byte load
+//                from shared memory then feeds 16 multiply-adds
+// Twin:          numba_kernels/attention_flash_simt_fwd.py
+// Launched by:   workbench/launchers.py, attention_flash_simt
 #include "scores.cuh"
 #include "tiles.cuh"
 
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   using Acc = acc_t<T>;
   constexpr int W = vec_length<Acc>();
   constexpr int WARP_ROWS = BLOCK_M / (THREADS / 32);
-  // Threads of a warp that share its rows: few, so that a thread has 2W rows, but with W keys each.
+  // Threads of a warp that share a row: few, so that a thread has 2W rows, but W keys each.
   constexpr int LANES_COLS = BLOCK_N / W < 64 * W / WARP_ROWS ? BLOCK_N / W : 64 * W / WARP_ROWS;
   constexpr int LANES_ROWS = 32 / LANES_COLS;
   constexpr int ROWS = WARP_ROWS / LANES_ROWS;
@@ -69,8 +71,6 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
   int first_row = warp_id * WARP_ROWS + lane_row<LANES_ROWS>(lane_id) * group<Acc, ROWS>();
   int first_col = lane_col<LANES_ROWS>(lane_id) * W;
-  k += offset_of(k_strides, batch_index, head_kv, 0);
-  v += offset_of(v_strides, batch_index, head_kv, 0);
 
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int k_start = first_key<FEATURES>(band, q_start) / BLOCK_N * BLOCK_N;
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
       q_smem, q + offset_of(q_strides, batch_index, head, q_start), q_strides.row,
       band.q_length - q_start, int(head_dim));
   load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
-      k_smem, k + k_start * k_strides.row, k_strides.row, k_end - k_start, int(head_dim));
+      k_smem, k + offset_of(k_strides, batch_index, head_kv, k_start), k_strides.row,
+      k_end - k_start, int(head_dim));
 
   // 3. Start the running softmax
   Acc row_max[ROWS], row_sum[ROWS], acc[ROWS][DIMS] = {};
@@ -100,7 +101,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
     if (ASYNC) cp_async_wait_all();
     __syncthreads();  // K is there, and V is free: every warp is past the last p v
     load_tile<T, BLOCK_N, HEAD_DIM_V, VEC, ASYNC, THREADS>(
-        v_smem, v + k_start * v_strides.row, v_strides.row, k_end - k_start, int(head_dim_v));
+        v_smem, v + offset_of(v_strides, batch_index, head_kv, k_start), v_strides.row,
+        k_end - k_start, int(head_dim_v));
 
     // 4b. s = q k^T, masked
     Acc s[ROWS][KEYS] = {};
@@ -109,15 +111,19 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
         tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      int row = q_start + first_row + spread<Acc, ROWS, LANES_ROWS>(r);
 #pragma unroll
-      for (int c = 0; c < KEYS; ++c) {
-        int col = k_start + first_col + spread<Acc, KEYS, LANES_COLS>(c);
-        if (unmasked) {
-          s[r][c] = score_of<FEATURES>(score, s[r][c], batch_index, head, row, col);
-        } else {
-          bool seen = sees<FEATURES>(score, band, batch_index, head, row, col);
-          s[r][c] = seen ? score_of<FEATURES>(score, s[r][c], batch_index, head, row, col) : -INF;
+      for (int c = 0; c < KEYS; ++c) s[r][c] = capped_score<FEATURES>(score, s[r][c]);
+    }
+    if (!unmasked || FEATURES & BIAS) {  // a loop of its own: most tiles go past it
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        int row = q_start + first_row + spread<Acc, ROWS, LANES_ROWS>(r);
+#pragma unroll
+        for (int c = 0; c < KEYS; ++c) {
+          int col = k_start + first_col + spread<Acc, KEYS, LANES_COLS>(c);
+          bool seen = unmasked || sees<FEATURES>(score, band, batch_index, head, row, col);
+          s[r][c] =
+              seen ? biased_score<FEATURES>(score, s[r][c], batch_index, head, row, col) : -INF;
         }
       }
     }
@@ -150,7 +156,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
     int next = k_start + BLOCK_N;
     if (next < k_end) {
       load_tile<T, BLOCK_N, HEAD_DIM, VEC, ASYNC, THREADS>(
-          k_smem, k + next * k_strides.row, k_strides.row, k_end - next, int(head_dim));
+          k_smem, k + offset_of(k_strides, batch_index, head_kv, next), k_strides.row, k_end - next,
+          int(head_dim));
     }
     multiply_nn<ROWS, DIMS, LANES_ROWS, BLOCK_N, HEAD_DIM_V>(acc, p_rows, v_smem + first_col);
   }

@@ -9,9 +9,9 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 }
 
 // Copies BYTES (4, 8 or 16) from global to shared memory without passing through registers; both
-// addresses must be multiples of BYTES. Where exists is false nothing is read and zeros are written.
-// The copy is done for the thread that started it after cp_async_wait_all, for others only after a
-// barrier that follows.
+// addresses must be multiples of BYTES. Where exists is false nothing is read and zeros are
+// written. The copy is done for the thread that started it after cp_async_wait_all, for others only
+// after a barrier that follows.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, bool exists) {
   int bytes = exists ? BYTES : 0;

@@ -1,18 +1,21 @@
 // Tiles in shared memory and their products on CUDA cores. Twin: numba_kernels/tiles.py
 //
-// A tile is an array of Acc with COLS columns. After every W rows (W = 16 bytes of elements) comes a
-// gap of 16 bytes, so that threads that read the same columns of rows r, r + W, r + 2W, ... hit
+// A tile is an array of Acc with COLS columns. After every W rows (W = 16 bytes of elements) comes
+// a gap of 16 bytes, so that threads that read the same columns of rows r, r + W, r + 2W, ... hit
 // different banks:
 //
 //     W = 4   | row 0 | row 1 | row 2 | row 3 |gap| row 4 | row 5 | row 6 | row 7 |gap| ...
 //
 // A product has R x C results a thread, in registers, and LANES_ROWS x LANES_COLS threads a warp.
-// Threads own groups of neighbours: the i-th row of thread t is spread<R, LANES>(i) after its first,
-// which is t * group. For R = 8 and four threads (one letter is one row of that thread):
+// Threads own groups of neighbours: the i-th row of a thread is spread<R, LANES>(i) after its
+// first. For R = 8 and four threads (one letter is one row of that thread):
 //
 //     aaaabbbbccccdddd aaaabbbbccccdddd
 //
-// Every shared load is one of 16 bytes, and feeds R * C * W / (R + C) multiply-adds.
+// Every shared load is one of 16 bytes, and feeds R * C * W / (R + C) multiply-adds. Two more
+// things hold those back: a register bank, even or odd, gives one operand a cycle, and an operand
+// is kept for the next instruction if that names it in the same place. So rows are taken there and
+// back, with one operand in common, or take elements of either parity in turn.
 #pragma once
 
 #include "ptx_sm80.cuh"
@@ -122,7 +125,7 @@ __device__ __forceinline__ void load_tile(acc_t<T>* tile,
 template <int R, int C, int LANES_ROWS, int DEPTH, typename Acc>
 __device__ __forceinline__ void multiply_nt(Acc (&acc)[R][C], const Acc* a, const Acc* b) {
   constexpr int W = vec_length<Acc>();
-#pragma unroll 2
+#pragma unroll(DEPTH > 64 ? 1 : 2)
   for (int d = 0; d < DEPTH; d += W) {
     Acc x[R][W], y[W];
 #pragma unroll
@@ -230,7 +233,7 @@ __device__ __forceinline__ void store_tile_row(Acc* target, const Acc (&x)[C]) {
   }
 }
 
-// Writes factor * x, this thread's C columns of one row, of which cols exist; VEC as in load_tile.
+// Writes factor * x, this thread's C columns of a row, of which cols exist; VEC as in load_tile.
 template <int C, int LANES_COLS, int VEC, typename T>
 __device__ __forceinline__ void store_row(T* target,
                                           const acc_t<T> (&x)[C],

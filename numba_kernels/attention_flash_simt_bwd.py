@@ -1,4 +1,19 @@
-"""attention_flash_simt_bwd: one walk gives dq, dk and dv on CUDA cores, in exact fp32 (or fp64).
+"""attention_flash_simt_bwd: one walk gives dq, dk and dv on CUDA cores, in exact fp32 or fp64.
+
+  p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
+
+The scores are recomputed from q, k and lse. A block keeps a tile of keys and walks over the
+queries that see them: dk and dv stay in registers, but dq is a sum over blocks. It is added up
+in dq_acc in the order of the keys, without atomics: a counter of each query tile says whose turn
+it is, and the last one writes dq. Blocks take their key tiles from a counter as well: whoever
+waits for a turn waits for a block that has started, so there is always progress.
+
+Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it
+Shared memory: the K, V, Q and dout tiles and one for p, then ds; the next dout is loaded from
+               when dp is known, the next q while ds k runs
+Registers:     dk and dv of the block's keys, 8 x 4 or 8 x 8 each a thread, and one more product
+Twin:          cuda_src/attention_flash_simt_bwd.cu
+Launched by:   workbench/launchers.py, attention_flash_simt
 """
 
 from numba import cuda
@@ -18,6 +33,7 @@ from .common import (
 )
 from .ptx_sm80 import atom_inc, cp_async_wait_all, ld_acquire, st_release
 from .scores import (
+    BIAS,
     biased_score,
     capped_score,
     finite_or_zero,
@@ -46,11 +62,12 @@ from .tiles import (
 )
 
 
-# How the threads of a block share ROWS x COLS results: (rows and columns of a thread, and functions
-# that tell its first ones). A thread has 2W rows, or fewer if a warp would have more than there are.
+# How the warps of a block share ROWS x COLS results: a thread has 2W rows, if there are as many
+# and it leaves a column for everybody. Gives its rows and columns, and functions for the first.
 def share(Acc, ROWS, COLS, THREADS):
     WARPS = THREADS // 32
-    WARPS_ROWS = min(max(ROWS // (8 * vec_length(Acc)), 1), WARPS)
+    WANTED, LEAST = ROWS // (8 * vec_length(Acc)), -(-8 * WARPS // COLS)
+    WARPS_ROWS = min(max(WANTED, LEAST), WARPS)
     WARPS_COLS = WARPS // WARPS_ROWS
     R, C = ROWS // (4 * WARPS_ROWS), COLS // (8 * WARPS_COLS)
     R_GROUP, C_GROUP = group(Acc, R), group(Acc, C)
@@ -172,15 +189,22 @@ def attention_flash_simt_bwd(
         q_last = last_query(FEATURES, band, k_start + BLOCK_N)
         tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
         tile_first = int32(div(q_first, BLOCK_M))
-        tiles_seen = int32(cdiv(q_last, BLOCK_M) - tile_first if q_first < q_last else 0)
+        tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
+        steps = int32(heads_each * (tile_end - tile_first))
         head = int32(head_kv * heads_each)
-        q_tile = int32(tile_first + tiles_seen - 1)  # last to first, then on to the next head
+        q_tile = int32(tile_end - 1)  # last to first, then on to the next head
 
         # 2. Load the K and V tiles
         k = advance(k, offset_of(k_strides, batch_index, head_kv, k_start))
         load_k(shared, K_SMEM, k, k_strides.row, band.kv_length - k_start, head_dim)
         v = advance(v, offset_of(v_strides, batch_index, head_kv, k_start))
         load_v(shared, V_SMEM, v, v_strides.row, band.kv_length - k_start, head_dim_v)
+        if steps > 0:
+            rows = band.q_length - q_tile * BLOCK_M
+            q_from = advance(q, offset_of(q_strides, batch_index, head, q_tile * BLOCK_M))
+            load_q(shared, Q_SMEM, q_from, q_strides.row, rows, head_dim)
+            dout_from = advance(dout, offset_of(dout_strides, batch_index, head, q_tile * BLOCK_M))
+            load_dout(shared, DOUT_SMEM, dout_from, dout_strides.row, rows, head_dim_v)
 
         # 3. Start dk and dv
         for r in range(K_ROWS):
@@ -194,26 +218,17 @@ def attention_flash_simt_bwd(
         first_row, first_col = int32(s_row()), int32(s_col())
         row_gaps, col_gaps = div(first_row, W) * W, div(first_col, W) * W
         p_rows = P_SMEM + first_row * BLOCK_N + row_gaps + first_col
-        turn_taken = int32(0)
-        turn = int32(0)
-        steps = int32(heads_each * tiles_seen)
-        step = int32(0)
-        while step < steps:
+        turn_taken, turn = int32(0), int32(0)
+        while steps > 0:
             q_start = int32(q_tile * BLOCK_M)
-            query_head = batch_index * heads_q + head
+            query_head = int32(batch_index * heads_q + head)
             # 4a. Load q, dout, lse and delta
-            if step == 0:
-                q_from = advance(q, offset_of(q_strides, batch_index, head, q_start))
-                load_q(shared, Q_SMEM, q_from, q_strides.row, band.q_length - q_start, head_dim)
-                dout_from = advance(dout, offset_of(dout_strides, batch_index, head, q_start))
-                rows = band.q_length - q_start
-                load_dout(shared, DOUT_SMEM, dout_from, dout_strides.row, rows, head_dim_v)
             lse_from = advance(lse, query_head * seqlen_q)
             load_rows(row_lse, lse_from, q_start + first_row, band.q_length)
             if ASYNC:
                 cp_async_wait_all()
             cuda.syncthreads()  # q and dout are there; everybody has added to the last dq
-            if cuda.threadIdx.x == 0 and step > 0:
+            if cuda.threadIdx.x == 0 and turn_taken > 0:
                 st_release(advance(turns, turn_taken), turn + 1)
 
             # 4b. p = exp(s - lse)
@@ -227,18 +242,25 @@ def attention_flash_simt_bwd(
                 FEATURES, band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N
             )
             for r in range(ROWS):
-                row = q_start + first_row + spread(ROW_GROUP, 4, r)
+                for c in range(KEYS):
+                    p[r, c] = capped_score(FEATURES, score, p[r, c])
+                    # The slope of the cap: 1, in no register, without.
+                    slope[r, c] = uncapped_gradient(FEATURES, score, Acc(1), p[r, c])
+            if not unmasked or FEATURES & BIAS:  # a loop of its own: most tiles go past it
+                for r in range(ROWS):
+                    row = int32(q_start + first_row + spread(ROW_GROUP, 4, r))
+                    for c in range(KEYS):
+                        col = int32(k_start + first_col + spread(KEY_GROUP, 8, c))
+                        if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
+                            p[r, c] = biased_score(
+                                FEATURES, score, p[r, c], batch_index, head, row, col
+                            )
+                        else:
+                            p[r, c] = -INF
+            for r in range(ROWS):
                 subtrahend = finite_or_zero(row_lse[r])
                 for c in range(KEYS):
-                    col = k_start + first_col + spread(KEY_GROUP, 8, c)
-                    s = capped_score(FEATURES, score, p[r, c])
-                    # The slope of the cap: 1, in no register, without.
-                    slope[r, c] = uncapped_gradient(FEATURES, score, Acc(1), s)
-                    if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
-                        s = biased_score(FEATURES, score, s, batch_index, head, row, col)
-                    else:
-                        s = Acc(-INF)
-                    p[r, c] = exp_of(s - subtrahend)
+                    p[r, c] = exp_of(p[r, c] - subtrahend)
                 p_row = spread(ROW_GROUP, 4, r)
                 p_row = p_rows + p_row * BLOCK_N + div(p_row, W) * W
                 store_tile_row(W, KEYS, 8, shared, p_row, p, r)
@@ -258,11 +280,10 @@ def attention_flash_simt_bwd(
             multiply_dout_v(dp, shared, dout_rows, v_rows)
             cuda.syncthreads()  # p and dout are free
             same_head = q_tile > tile_first
-            next_tile = int32(q_tile - 1 if same_head else tile_first + tiles_seen - 1)
+            next_tile = int32(q_tile - 1 if same_head else tile_end - 1)
             next_head = int32(head if same_head else head + 1)
             next_start = int32(next_tile * BLOCK_M)
-            step = int32(step + 1)
-            if step < steps:
+            if steps > 1:
                 dout_from = advance(
                     dout, offset_of(dout_strides, batch_index, next_head, next_start)
                 )
@@ -280,7 +301,8 @@ def attention_flash_simt_bwd(
 
             # 4e. dk += ds^T q
             turn = int32(k_tile - div(first_key(FEATURES, band, q_start), BLOCK_N))
-            turn_taken = int32(1 + query_head * tiles_q + q_tile)
+            query_tile = int32(query_head * tiles_q + q_tile)
+            turn_taken = int32(1 + query_tile)
             if cuda.threadIdx.x == 0:
                 while ld_acquire(advance(turns, turn_taken)) != turn:
                     pass
@@ -289,10 +311,10 @@ def attention_flash_simt_bwd(
 
             # 4f. dq += ds k
             cuda.syncthreads()  # q is free, and it is our turn to add
-            if step < steps:
+            if steps > 1:
                 q_from = advance(q, offset_of(q_strides, batch_index, next_head, next_start))
                 load_q(shared, Q_SMEM, q_from, q_strides.row, band.q_length - next_start, head_dim)
-            total = advance(dq_acc, (query_head * tiles_q + q_tile) * (BLOCK_M * HEAD_DIM))
+            total = advance(dq_acc, query_tile * (BLOCK_M * HEAD_DIM))
             total_row = q_row() * HEAD_DIM + q_col()
             # dq, and what the blocks before us have added
             for r in range(Q_ROWS):
@@ -315,10 +337,11 @@ def attention_flash_simt_bwd(
                     store_dq(dq, to, dq_part, r, Acc(score.scale), q_col(), head_dim)
             q_tile = next_tile
             head = next_head
+            steps = int32(steps - 1)
         if ASYNC:
             cp_async_wait_all()
         cuda.syncthreads()
-        if cuda.threadIdx.x == 0 and steps > 0:
+        if cuda.threadIdx.x == 0 and turn_taken > 0:
             st_release(advance(turns, turn_taken), turn + 1)
 
         # 5. Scale and store

@@ -1,6 +1,19 @@
-"""attention_flash_simt_fwd: tiles and an online softmax on CUDA cores, in exact fp32 (or fp64).
+"""attention_flash_simt_fwd: tiles and an online softmax on CUDA cores, in exact fp32 or fp64.
 
-  out = softmax(score(q k^T)) v,   lse = log(sum(exp(score)))        score: scores.cuh
+  s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
+
+The scores never leave the chip: a block keeps a tile of query rows and walks over the keys, tile
+by tile, with a softmax of what it has seen so far. All arithmetic is in Acc, on register tiles
+(tiles.cuh). Query tiles are taken from the last row to the first, of all heads at a time: so the
+longest walks start first under a causal mask.
+
+Work split:    a block owns BLOCK_M query rows of one head, each warp its share of them
+Shared memory: the Q, K, V and P tiles; one buffer each is enough, as K is loaded while p v runs
+               and V while q k^T does
+Registers:     ROWS x KEYS scores and ROWS x DIMS outputs a thread, 8 x 8 at best: a 16-byte load
+               from shared memory then feeds 16 multiply-adds
+Twin:          cuda_src/attention_flash_simt_fwd.cu
+Launched by:   workbench/launchers.py, attention_flash_simt
 """
 
 import math
@@ -21,11 +34,13 @@ from .common import (
 )
 from .ptx_sm80 import cp_async_wait_all
 from .scores import (
+    BIAS,
+    biased_score,
+    capped_score,
     finite_or_zero,
     first_key,
     key_range,
     last_key,
-    score_of,
     sees,
     tile_is_unmasked,
 )
@@ -51,10 +66,10 @@ def attention_flash_simt_fwd(
     T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES, VEC, ASYNC, THREADS
 ):
     Acc = acc_t(T)
-    int32 = types.int32
+    int32, uint32 = types.int32, types.uint32
     W = vec_length(Acc)
     WARP_ROWS = BLOCK_M // (THREADS // 32)
-    # Threads of a warp that share its rows: few, so that a thread has 2W rows, but with W keys each.
+    # Threads of a warp that share a row: few, so that a thread has 2W rows, but W keys each.
     LANES_COLS = min(BLOCK_N // W, 64 * W // WARP_ROWS)
     LANES_ROWS = 32 // LANES_COLS
     ROWS = WARP_ROWS // LANES_ROWS
@@ -104,16 +119,14 @@ def attention_flash_simt_fwd(
 
         # 1. Which rows are ours
         heads_total = batch * heads_q
-        batch_index = int32(div(rem(cuda.blockIdx.x, heads_total), heads_q))
-        head = int32(rem(cuda.blockIdx.x, heads_q))
-        head_kv = int32(div(head, div(heads_q, heads_kv)))
+        batch_index = uint32(div(rem(cuda.blockIdx.x, heads_total), heads_q))
+        head = uint32(rem(cuda.blockIdx.x, heads_q))
+        head_kv = uint32(div(head, div(heads_q, heads_kv)))
         q_tile = cdiv(seqlen_q, BLOCK_M) - 1 - div(cuda.blockIdx.x, heads_total)
         q_start = int32(q_tile * BLOCK_M)
         warp_id, lane_id = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         first_row = int32(warp_id * WARP_ROWS + lane_row(LANES_ROWS, lane_id) * ROW_GROUP)
         first_col = int32(lane_col(LANES_ROWS, lane_id) * W)
-        k = advance(k, offset_of(k_strides, batch_index, head_kv, 0))
-        v = advance(v, offset_of(v_strides, batch_index, head_kv, 0))
 
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         k_start = int32(div(first_key(FEATURES, band, q_start), BLOCK_N) * BLOCK_N)
@@ -122,8 +135,8 @@ def attention_flash_simt_fwd(
         # 2. Load the Q tile
         q = advance(q, offset_of(q_strides, batch_index, head, q_start))
         load_q(shared, Q_SMEM, q, q_strides.row, band.q_length - q_start, head_dim)
-        k_tile = advance(k, k_start * k_strides.row)
-        load_k(shared, K_SMEM, k_tile, k_strides.row, k_end - k_start, head_dim)
+        k_from = advance(k, offset_of(k_strides, batch_index, head_kv, k_start))
+        load_k(shared, K_SMEM, k_from, k_strides.row, k_end - k_start, head_dim)
 
         # 3. Start the running softmax
         for r in range(ROWS):
@@ -133,16 +146,16 @@ def attention_flash_simt_fwd(
                 acc[r, d] = 0
 
         # 4. Walk over the key/value tiles
-        q_rows = Q_SMEM + first_row * HEAD_DIM + div(first_row, W) * W
-        k_rows = K_SMEM + first_col * HEAD_DIM + first_col
-        p_rows = P_SMEM + first_row * BLOCK_N + div(first_row, W) * W
+        q_rows = int32(Q_SMEM + first_row * HEAD_DIM + div(first_row, W) * W)
+        k_rows = int32(K_SMEM + first_col * HEAD_DIM + first_col)
+        p_rows = int32(P_SMEM + first_row * BLOCK_N + div(first_row, W) * W)
         while k_start < k_end:
             # 4a. Load the K and V tiles
             if ASYNC:
                 cp_async_wait_all()
             cuda.syncthreads()  # K is there, and V is free: every warp is past the last p v
-            v_tile = advance(v, k_start * v_strides.row)
-            load_v(shared, V_SMEM, v_tile, v_strides.row, k_end - k_start, head_dim_v)
+            v_from = advance(v, offset_of(v_strides, batch_index, head_kv, k_start))
+            load_v(shared, V_SMEM, v_from, v_strides.row, k_end - k_start, head_dim_v)
 
             # 4b. s = q k^T, masked
             for r in range(ROWS):
@@ -153,13 +166,19 @@ def attention_flash_simt_fwd(
                 FEATURES, band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N
             )
             for r in range(ROWS):
-                row = q_start + first_row + spread(ROW_GROUP, LANES_ROWS, r)
                 for c in range(KEYS):
-                    col = k_start + first_col + spread(W, LANES_COLS, c)
-                    if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
-                        s[r, c] = score_of(FEATURES, score, s[r, c], batch_index, head, row, col)
-                    else:
-                        s[r, c] = -INF
+                    s[r, c] = capped_score(FEATURES, score, s[r, c])
+            if not unmasked or FEATURES & BIAS:  # a loop of its own: most tiles go past it
+                for r in range(ROWS):
+                    row = int32(q_start + first_row + spread(ROW_GROUP, LANES_ROWS, r))
+                    for c in range(KEYS):
+                        col = int32(k_start + first_col + spread(W, LANES_COLS, c))
+                        if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
+                            s[r, c] = biased_score(
+                                FEATURES, score, s[r, c], batch_index, head, row, col
+                            )
+                        else:
+                            s[r, c] = -INF
 
             # 4c. Rescale what we have to the new maximum
             for r in range(ROWS):
@@ -186,8 +205,8 @@ def attention_flash_simt_fwd(
             cuda.syncthreads()  # V and p are there, and K is free
             k_start = int32(k_start + BLOCK_N)
             if k_start < k_end:
-                k_tile = advance(k, k_start * k_strides.row)
-                load_k(shared, K_SMEM, k_tile, k_strides.row, k_end - k_start, head_dim)
+                k_from = advance(k, offset_of(k_strides, batch_index, head_kv, k_start))
+                load_k(shared, K_SMEM, k_from, k_strides.row, k_end - k_start, head_dim)
             multiply_pv(acc, shared, p_rows, V_SMEM + first_col)
         if ASYNC:
             cp_async_wait_all()  # no block may end with copies on their way

@@ -108,7 +108,7 @@ def tile_is_unmasked(FEATURES, band, q_start, q_end, k_start, k_end):
 def sees(FEATURES, score, band, batch_index, head, row, col):
     seen = row < band.q_length and col < band.kv_length
     if FEATURES & RANGE:
-        seen = seen and row + band.lo <= col and col < row + band.hi
+        seen = seen and int32(row + band.lo) <= col and col < int32(row + band.hi)
     if FEATURES & MASK:
         at = score.mask_strides
         offset = batch_index * at.batch + head * at.head + row * at.row + col * at.col

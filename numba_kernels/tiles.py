@@ -1,26 +1,28 @@
 """Tiles in shared memory and their products on CUDA cores. Twin: cuda_src/tiles.cuh.
 
-A tile is an array of Acc with COLS columns. After every W rows (W = 16 bytes of elements) comes a
-gap of 16 bytes, so that threads that read the same columns of rows r, r + W, r + 2W, ... hit
+A tile is an array of Acc with COLS columns. After every W rows (W = 16 bytes of elements) comes
+a gap of 16 bytes, so that threads that read the same columns of rows r, r + W, r + 2W, ... hit
 different banks:
 
     W = 4   | row 0 | row 1 | row 2 | row 3 |gap| row 4 | row 5 | row 6 | row 7 |gap| ...
 
 A product has R x C results a thread, in registers, and LANES_ROWS x LANES_COLS threads a warp.
-Threads own groups of neighbours: the i-th row of thread t is spread(R, LANES, i) after its first,
-which is t * group. For R = 8 and four threads (one letter is one row of that thread):
+Threads own groups of neighbours: the i-th row of a thread is spread(R, LANES, i) after its
+first. For R = 8 and four threads (one letter is one row of that thread):
 
     aaaabbbbccccdddd aaaabbbbccccdddd
 
-Every shared load is one of 16 bytes, and feeds R * C * W / (R + C) multiply-adds.
+Every shared load is one of 16 bytes, and feeds R * C * W / (R + C) multiply-adds. Two more
+things hold those back: a register bank, even or odd, gives one operand a cycle, and an operand
+is kept for the next instruction if that names it in the same place. So rows are taken there and
+back, with one operand in common, or take elements of either parity in turn.
 
 All tiles of a block lie in one shared array: a tile, or a place in one, is an index into it.
 """
 
 from numba import cuda
-from numba.cuda import types
 
-from .common import acc_t, from_acc, load16, rem, div, store16, to_acc, vec_length
+from .common import acc_t, div, from_acc, load16, rem, store16, to_acc, vec_length
 from .ptx_sm80 import cp_async
 
 
@@ -149,10 +151,12 @@ def multiply_nt(Acc, R, C, LANES_ROWS, DEPTH):
     @cuda.jit(device=True, forceinline=True)
     def function(acc, shared, a, b):
         d = 0
-        while d < DEPTH:  # two steps at a time: the loads of one run under the other
+        while d < DEPTH:
             step(acc, shared, a, b, d)
-            step(acc, shared, a, b, d + W)
-            d += 2 * W
+            if DEPTH <= 64:  # two steps at a time, unless registers are scarce
+                d += W
+                step(acc, shared, a, b, d)
+            d += W
 
     return function
 
@@ -249,7 +253,7 @@ def store_tile_row(W, C, LANES_COLS, target, index, x, r):
             target[index + spread(min(C, W), LANES_COLS, c)] = x[r, c]
 
 
-# Writes factor * x[r], this thread's C columns of one row, of which cols exist; VEC as in load_tile.
+# Writes factor * x[r], this thread's C columns of a row, of which cols exist; VEC as in load_tile.
 def store_row(T, C, LANES_COLS, VEC):
     Acc = acc_t(T)
     W = vec_length(Acc)
