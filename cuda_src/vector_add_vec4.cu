@@ -23,14 +23,15 @@ __device__ __forceinline__ int64 strided_offset(int64 i, Shape4 shape, Strides4 
 }
 
 template <typename T, int STRIDED, int UNROLL>
-__global__ void vector_add_vec4(const T* a,  // shape; contiguous unless STRIDED
-                                const T* b,
-                                T* out,
-                                int64 size,
-                                Shape4 shape,  // read only if STRIDED, as are the strides
-                                Strides4 a_strides,
-                                Strides4 b_strides,
-                                Strides4 out_strides) {
+__global__ void __launch_bounds__(1024)
+    vector_add_vec4(const T* a,  // shape; contiguous unless STRIDED
+                    const T* b,
+                    T* out,
+                    int64 size,
+                    Shape4 shape,  // read only if STRIDED, as are the strides
+                    Strides4 a_strides,
+                    Strides4 b_strides,
+                    Strides4 out_strides) {
   using Acc = acc_t<T>;
   constexpr int LENGTH = vec_length<T>();
   int64 threads = int64(gridDim.x) * blockDim.x;
@@ -46,6 +47,7 @@ __global__ void vector_add_vec4(const T* a,  // shape; contiguous unless STRIDED
 
   // 2. Add whole vectors
   if (!STRIDED) {
+#pragma unroll 1  // most threads walk once: registers are worth more
     for (int64 tile = blockIdx.x; tile * blockDim.x * UNROLL < vectors; tile += gridDim.x) {
       int64 first = tile * blockDim.x * UNROLL + threadIdx.x;
       Acc a_frag[UNROLL][LENGTH];

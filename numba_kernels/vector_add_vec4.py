@@ -40,7 +40,7 @@ def vector_add_vec4(T, STRIDED, UNROLL):
     FRAG = UNROLL * LENGTH
     int64, uint64 = types.int64, types.uint64
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=1024)
     def kernel(
         a,  # shape; contiguous unless STRIDED
         b,
