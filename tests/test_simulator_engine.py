@@ -256,10 +256,39 @@ def test_a_barrier_that_some_never_reach() -> None:
 
 
 def test_a_shuffle_that_some_never_reach() -> None:
-    body = "setp.ge.u32 %p1, %r0, 8; @%p1 ret; shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffffffff;"
+    """Some wait for the others at a shuffle, those for them at a barrier."""
+    body = """
+        setp.ge.u32 %p1, %r0, 8;
+        @%p1 bra HIGH;
+        shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffffffff;
+    HIGH:
+        bar.sync 0;
+    """
     error = fault_of(body)
     assert error.kind == faults.DEADLOCK
-    assert "shfl.sync" in str(error)
+    assert "threads 0-7 wait at shfl.sync.bfly.b32" in str(error)
+    assert "threads 8-31 wait at bar.sync" in str(error)
+
+
+def test_nobody_waits_for_threads_that_have_exited() -> None:
+    shuffle = "mov.u32 %r2, %r0; shfl.sync.bfly.b32 %r1, %r2, 1, 31, 0xffffffff;"
+    lane = np.arange(32)
+    want = np.where(lane < 8, lane ^ 1, 0)
+    early = "mov.u32 %r1, 0; setp.ge.u32 %p1, %r0, 8; @%p1 ret;"
+    np.testing.assert_array_equal(outcome(early + shuffle), want)
+    late = f"""
+        mov.u32 %r1, 0; setp.ge.u32 %p1, %r0, 8;
+        @%p1 bra HIGH;
+        {shuffle}
+        bra JOIN;
+    HIGH:
+        add.u32 %r3, %r0, 1; ret;
+    JOIN:
+    """
+    np.testing.assert_array_equal(outcome(late), want)
+    assert fault_of(early + shuffle.replace("1, 31", "16, 31")).kind == faults.SHUFFLE
+    matrix = f"{SHARED} {early} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r3}}, [tile];"
+    assert fault_of(matrix).kind == faults.DEADLOCK
 
 
 def test_lanes_wait_for_a_shuffle_behind_a_branch() -> None:

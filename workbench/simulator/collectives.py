@@ -20,8 +20,13 @@ ALL_LANES = np.uint32(0xFFFFFFFF)
 
 
 def together(members: Getter, pc: int, action: Step) -> Step:
-    """A step that happens once all lanes that `members` names have come."""
+    """A step that happens once all lanes that `members` names have come, or exited."""
     return lambda chunk, group: chunk.meet(group, pc, members(chunk.registers), action)
+
+
+def whole_warps(pc: int, action: Step) -> Step:
+    """A step that happens once all lanes of a warp have come."""
+    return lambda chunk, group: chunk.meet(group, pc, ALL_LANES, action, everybody=True)
 
 
 def in_warps(chunk: Chunk, value: Any) -> Array:

@@ -65,8 +65,7 @@ def _ret(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     if instruction.op == "exit" or function is decoder.program.entry:
 
         def leave(chunk: Chunk, group: Group) -> Outcome:
-            chunk.exit(group, pc)
-            return []
+            return chunk.exit(group, pc)
 
         return leave
     place = decoder.fixed_register(f"%return {function.name}", "u32")

@@ -75,6 +75,11 @@ def group_of(mask: Array) -> Group:
     return Group(None if count == mask.size else mask, count)
 
 
+def _words(mask: Array) -> Array:
+    """A mask as a number of 32 bits for each warp."""
+    return np.packbits(mask, bitorder="little").view(np.uint32)
+
+
 # What an instruction does to a chunk: None to go on with the next instruction, else where the
 # group goes: one place, or several parts of it to a place each.
 Outcome = int | list[tuple[int, Group]] | None
@@ -214,8 +219,9 @@ class Chunk:
         self.offered = np.zeros(self.size, np.uint32)  # what lanes bring to a reducing barrier
         self.arrived = np.zeros((blocks, NAMED_BARRIERS), np.int64)
         self.exited_at = np.where(thread < launch.block, NOWHERE, len(launch.code.steps))
-        real = np.packbits(self.exited_at == NOWHERE, bitorder="little").view(np.uint32)
-        self.real = np.repeat(real, WARP)  # which lanes of a lane's warp are threads
+        self.real = _words(self.exited_at == NOWHERE)  # of each warp, the lanes that are threads
+        self.members = np.zeros(self.size, np.uint32)  # whom lanes wait for in their warp
+        self.meetings: dict[int, tuple[Step, bool]] = {}  # where lanes wait for others of theirs
         self.groups: dict[int, Group] = {}
         self.yielded: dict[int, Group] = {}
         self.polled = False
@@ -373,9 +379,10 @@ class Chunk:
 
     # ------------------------------------------------------------------------- leaving, waiting
 
-    def exit(self, group: Group, pc: int) -> None:
-        """Lanes of a group have come to their end."""
+    def exit(self, group: Group, pc: int) -> list[tuple[int, Group]]:
+        """Lanes of a group have come to their end; who waited for them in their warp goes on."""
         self.exited_at[group.lanes] = pc
+        return [part for place in list(self.meetings) for part in self._go_on(place)]
 
     def arrive(
         self, group: Group, pc: int, barrier: int, expected: int | None, *, wait: bool = True
@@ -436,20 +443,36 @@ class Chunk:
         if self.checks is not None:
             self.checks.pass_barrier(blocks)
 
-    def meet(self, group: Group, pc: int, members: Any, action: Step) -> Outcome:
-        """Let `action` happen once all lanes that `members` (a bit each) names have come."""
+    def meet(
+        self, group: Group, pc: int, members: Any, action: Step, *, everybody: bool = False
+    ) -> Outcome:
+        """Let `action` happen once all lanes that `members` (a bit each) names have come.
+
+        Who has exited is not waited for unless `everybody` must be there.
+        """
         if group.mask is None:
             return action(self, group)
+        present = _words(group.mask)
+        if ((present == 0) | (present == self.real)).all():
+            return action(self, group)
+        self.waiting_at[group.lanes] = pc
+        self.members[group.lanes] = self.of_lanes(members, group)
+        self.meetings[pc] = action, everybody
+        return self._go_on(pc)
+
+    def _go_on(self, pc: int) -> list[tuple[int, Group]]:
+        """Let those lanes that wait at `pc` go on for whom nobody is missing."""
+        action, everybody = self.meetings[pc]
         waiting = self.waiting_at == pc
-        present = group.mask | waiting
-        bits = np.packbits(present, bitorder="little").view(np.uint32)
-        needed = self.spread(members) & self.real & ~np.repeat(bits, WARP)
-        ready = present & (needed == 0)
+        missing = self.real & ~_words(waiting)
+        if not everybody:
+            missing &= ~_words(self.exited_at != NOWHERE)
+        ready = waiting & (self.members & np.repeat(missing, WARP) == 0)
         if not ready.any():
-            self.waiting_at[group.lanes] = pc
             return []
-        self.waiting_at[present] = pc
         self.waiting_at[ready] = NOWHERE
+        if (ready == waiting).all():
+            del self.meetings[pc]
         together = group_of(ready)
         action(self, together)
         return [(pc + 1, together)]

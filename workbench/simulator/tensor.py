@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.simulator.collectives import ALL_LANES, together
+from workbench.simulator.collectives import whole_warps
 from workbench.simulator.decode import Decoder, Getter, Putter, builder
 from workbench.simulator.engine import Chunk, Group, Outcome, Step
 from workbench.simulator.native import WARP
@@ -29,10 +29,6 @@ LANE = np.arange(WARP)
 G, C = LANE // 4, LANE % 4
 # One of the threads that get a row, or store it, whose address a thread gives: another than itself.
 USERS = np.where(LANE % 8 * 4 == LANE, LANE % 8 * 4 + 1, LANE % 8 * 4)
-
-
-def _whole_warps(_registers: Any) -> Any:
-    return ALL_LANES
 
 
 def _items(operand: Operand) -> tuple[Operand, ...]:
@@ -81,7 +77,7 @@ def _matrices(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         chunk.shared.store(rows(chunk, group), [table[:, i] for i in range(8)], 2)
         return None
 
-    return together(_whole_warps, pc, load if loads else store)
+    return whole_warps(pc, load if loads else store)
 
 
 @builder("movmatrix")
@@ -96,7 +92,7 @@ def _movmatrix(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         put(chunk, np.ascontiguousarray(matrices).view(np.uint32).reshape(-1), group)
         return None
 
-    return together(_whole_warps, pc, turn)
+    return whole_warps(pc, turn)
 
 
 # ------------------------------------------------------------------------------------- products
@@ -193,4 +189,4 @@ def _mma(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         _scatter(chunk, group, puts, d_kind, left @ right + start, places_d)
         return None
 
-    return together(_whole_warps, pc, multiply)
+    return whole_warps(pc, multiply)
