@@ -6,6 +6,7 @@ order of the lanes, so that those of a warp lie together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,20 @@ SHADOW_COLUMNS = 8
 NO_SHADOW = -(2**62)  # of a region that is not watched
 
 
+def _kept(decorator: Callable[..., Any], *signatures: Any) -> Callable[[Any], Any]:
+    """One of Numba's decorators, with its disk cache wherever that can be written to."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return decorator(*signatures, cache=True)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return decorator(*signatures)(function)
+
+    return compiled
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _fused(_typing: Any, a: Any, _b: Any, _c: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> ir.Value:
@@ -41,7 +56,7 @@ def _fused(_typing: Any, a: Any, _b: Any, _c: Any) -> Any:
     return a(a, a, a), codegen
 
 
-@vectorize(["f4(f4, f4, f4)", "f8(f8, f8, f8)"], cache=True)  # type: ignore[untyped-decorator]
+@_kept(vectorize, ["f4(f4, f4, f4)", "f8(f8, f8, f8)"])
 def _fma(a: Any, b: Any, c: Any) -> Any:
     return _fused(a, b, c)
 
@@ -49,7 +64,7 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 fma: np.ufunc = _fma.ufunc  # a * b + c, rounded once; Numba's wrapper around it costs twice as much
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def find_in_arena(addresses: Any, base: int, rights: Any, size: int, need: int) -> Any:
     """Offsets of accesses to global memory; where the first that is not allowed stands, and why.
 
@@ -69,7 +84,7 @@ def find_in_arena(addresses: Any, base: int, rights: Any, size: int, need: int) 
     return offsets, -1, 0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def find_in_own(addresses: Any, owners: Any, stride: int, limit: int, size: int) -> Any:
     """The same in memory of which each block, or each lane, has `limit` bytes of its own."""
     offsets = np.empty(addresses.size, np.int64)
@@ -83,7 +98,7 @@ def find_in_own(addresses: Any, owners: Any, stride: int, limit: int, size: int)
     return offsets, -1, 0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def granules_of(offsets: Any, regions: Any, starts: Any, shifts: Any, size: int) -> Any:
     """Where the shadow of each access begins, -1 where there is none, and how long it is."""
     first = np.empty(offsets.size, np.int64)
@@ -97,7 +112,7 @@ def granules_of(offsets: Any, regions: Any, starts: Any, shifts: Any, size: int)
     return first, counts
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def _ordered(
     tag: int, stamp: int, who: int, now: int, block: int, threads: int, row: Any, owner: Any
 ) -> bool:
@@ -123,7 +138,7 @@ def _ordered(
     return bool(stamp >> 32 < known)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def track(
     shadow: Any, first: Any, counts: Any, lanes: Any, base: int, threads: int, barriers: Any,
     warp_barriers: Any, clock: Any, owner: Any, acquired: Any, pc: int, flags: int, write: bool,
@@ -205,7 +220,7 @@ def track(
     return 0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def _insert(values: Any, count: int, value: int) -> int:
     """Add to a sorted list without repetitions; its new length."""
     at = count
@@ -219,7 +234,7 @@ def _insert(values: Any, count: int, value: int) -> int:
     return count + 1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def count_sectors(offsets: Any, lanes: Any, size: int, regions: Any, row: Any, table: Any) -> None:
     """Add a global access to `row` and, for each array, to `table`.
 
@@ -246,7 +261,7 @@ def count_sectors(offsets: Any, lanes: Any, size: int, regions: Any, row: Any, t
         start = end
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def _neighbours_share(offsets: Any, lanes: Any, start: int, end: int, bit: int) -> bool:
     """Whether each pair of lanes that differ in `bit` wants one address, or one of them nothing."""
     where = np.full(WARP, -1, np.int64)
@@ -259,7 +274,7 @@ def _neighbours_share(offsets: Any, lanes: Any, start: int, end: int, bit: int) 
     return True
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@_kept(njit)
 def count_banks(offsets: Any, lanes: Any, size: int, row: Any) -> None:
     """Add a shared-memory access to `row`: requests, threads, bytes, wavefronts, without conflicts.
 

@@ -50,7 +50,9 @@ def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterat
     Parameters
     ----------
     checks : bool
-        Without, kernels run nearly twice as fast, and races go unnoticed.
+        Without, kernels run nearly twice as fast, and races go unnoticed. With, they are looked for
+        in the first four million elements of outputs and workspaces, and between blocks that wait
+        for each other in grids of up to 2048 blocks.
     max_steps : int
         Instructions, each for a group of threads, after which a launch is given up.
     """
