@@ -30,6 +30,7 @@ NOWHERE = -1
 NAMED_BARRIERS = 16
 MAX_STEPS = 200_000_000
 LANES_PER_CHUNK = 8192  # as many as keep their registers in the cache
+SHARED_PER_CHUNK = 2**23  # bytes: the shadow of shared memory takes sixteen times as many
 
 
 class Group:
@@ -168,7 +169,9 @@ def run(launch: Launch) -> None:
 
 
 def _chunks(launch: Launch) -> Iterator[Chunk]:
-    blocks = max(1, launch.lanes_per_chunk // launch.threads)
+    shared = launch.code.program.shared_size + launch.shared_bytes
+    blocks = min(launch.lanes_per_chunk // launch.threads, SHARED_PER_CHUNK // max(shared, 1))
+    blocks = max(1, blocks)
     for first in range(0, launch.grid, blocks):
         yield Chunk(launch, first, min(blocks, launch.grid - first))
 
