@@ -65,12 +65,26 @@ def test_all_options_at_once(row: Any, language: str) -> None:
         {"heads_q": 4, "heads_kv": 2, "bias": "bk"},
         {"bias": "bhq", "mask": "k"},
         {"bias": "h"},
+        {"seqlen_k": 150, "window": None, "kv_lengths": [150, 29]},  # tiles without an edge
     ],
     ids=str,
 )
 def test_other_options_at_once(change: dict[str, Any], row: Any, language: str) -> None:
     """The same instance as `test_all_options_at_once`, with sums over every axis of a bias."""
     check(random_example(7, **EVERYTHING | change), **how(row, language))
+
+
+@targets([row for row in ATTENTION if row.name.startswith("attention_flash")])
+@pytest.mark.parametrize(
+    ("seqlen_k", "window"),
+    [(192, (62, 62)), (192, (1, 1)), (192, (0, None)), (40, (None, 0))],
+)
+def test_windows_that_end_at_the_edges_of_tiles(
+    seqlen_k: int, window: Any, row: Any, language: str
+) -> None:
+    """One row or key more or less, and a tile is skipped, or taken for one without an edge."""
+    sizes = {"heads_q": 1, "seqlen_q": 192, "seqlen_k": seqlen_k, "head_dim": 64}
+    check(random_example(9, window=window, **sizes), **how(row, language))
 
 
 @targets(ATTENTION)
