@@ -332,6 +332,19 @@ def test_approximations_in_double_keep_the_upper_word() -> None:
     np.testing.assert_allclose(got[normal], 1 / a[normal], rtol=2**-19)
 
 
+def test_literals() -> None:
+    a = floats("f32", 1)
+    with np.errstate(all="ignore"):
+        same(apply("add.f32", (a, "0f40490FDB"), np.float32), a + np.float32(np.pi))
+        same(apply("add.f32", (a, "2.5"), np.float32), a + np.float32(2.5))
+    half = floats("f16", 1)
+    with np.errstate(all="ignore"):  # of 16-bit floats, a literal gives the bits
+        same(apply("add.rn.f16", (half, "0x3C00"), np.float16), half + np.float16(1))
+    b = integers("s32", 1)
+    same(apply("add.s32", (b, -5), np.int32), b - np.int32(5))
+    same(apply("and.b32", (b, "0xFFFF0000U"), np.int32), b & np.int32(-65536))
+
+
 def test_flushing() -> None:
     tiny = np.float32(2.0**-126)
     a = np.array([tiny, tiny / 2, -tiny / 2, 2.0**-100, 1.0, -0.0, np.nan, -np.inf], np.float32)
@@ -527,7 +540,13 @@ def test_tf32() -> None:
 # ------------------------------------------------------------------------------------- unknown
 
 
-@pytest.mark.parametrize("opcode", ["frobnicate.s32", "add.rz.f32", "cvt.rn.e4m3x2.f32", "mul.f8"])
+UNKNOWN = [
+    "frobnicate.s32", "add.rz.f32", "cvt.rn.e4m3x2.f32", "mul.f8", "min.xorsign.abs.f32",
+    "cvt.rn.satfinite.f16.f32", "setp.lt.f16x2", "add.sat.f16x2", "prmt.f4e.b32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("opcode", UNKNOWN)
 def test_what_is_not_known_is_not_guessed(opcode: str) -> None:
     op, *mods = opcode.split(".")
     with pytest.raises(UnknownInstructionError, match=opcode.replace(".", r"\.")):

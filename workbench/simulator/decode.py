@@ -236,7 +236,7 @@ def _literal(value: int, bits: int, kind: str) -> Any:
         return np.uint64(value).view(np.float64).astype(np.float32)
     if bits == 32 and dtype == np.float64:
         return np.uint32(value).view(np.float32).astype(np.float64)
-    if bits == 0 and ops.is_float(kind) and not kind.endswith("x2"):
+    if bits == 0 and kind in ("f32", "f64"):
         return dtype.type(value)
     width = 8 * dtype.itemsize
     return np.array(value % (1 << width), f"u{dtype.itemsize}").view(dtype)[()]

@@ -33,6 +33,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+# Words that may stand in an opcode beside types; another one may mean anything.
+_MODIFIERS = {
+    "rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu", "approx",
+    "full", "lo", "hi", "wide", "cc", "NaN", "l", "r", "wrap", "clamp", "shiftamt",
+    "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
+    "num", "nan", "and", "or", "xor", "finite", "infinite", "number", "notanumber", "normal",
+    "subnormal",
+}  # fmt: skip
+
+
 class UnknownInstructionError(NotImplementedError):
     """An opcode, or a form of it, that the simulator does not know."""
 
@@ -82,12 +92,16 @@ def find(op: str, mods: tuple[str, ...]) -> Operation:
     # They register their part of the instructions.
     from workbench.simulator import bits, conversions  # noqa: F401
 
+    unknown = UnknownInstructionError(".".join((op, *mods)))
     try:
         found = _FINDERS[op](op, mods)
     except (KeyError, IndexError):
-        raise UnknownInstructionError(".".join((op, *mods))) from None
-    if not all(kind in DTYPES for kind in (found.result, *found.sources)):
-        raise UnknownInstructionError(".".join((op, *mods)))
+        raise unknown from None
+    kinds = (found.result, *found.sources)
+    if not (all(kind in DTYPES for kind in kinds) and _MODIFIERS.issuperset({*mods} - {*DTYPES})):
+        raise unknown
+    if any(kind.endswith("x2") for kind in kinds) and (op in ("setp", "set") or "sat" in mods):
+        raise unknown
     if "ftz" in mods:
         found = _with_flushing(found)
     if "sat" in mods and found.result in ("f16", "f32", "f64"):
