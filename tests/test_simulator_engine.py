@@ -645,6 +645,17 @@ def test_copies_that_are_cut_short_end_in_zeros() -> None:
     np.testing.assert_array_equal(copied("cp.async.wait_all;", lengths), want.reshape(-1))
 
 
+def test_a_copy_that_is_cut_short_at_the_end_of_an_array() -> None:
+    """It reads no more than it says."""
+    source, out = np.arange(126, dtype=np.uint32), np.ones(128, np.uint32)
+    lengths = "setp.eq.u32 %p1, %r0, 31; selp.u32 %r20, 8, 16, %p1;"
+    body = lengths + COPY.replace("WAIT", "cp.async.wait_all;")
+    run_body(body, {"source": source, "out": out})
+    np.testing.assert_array_equal(out, [*range(126), 0, 0])
+    with pytest.raises(SimulationError, match="past the end of source"):
+        run_body(body.replace("8, 16", "9, 16"), {"source": source, "out": out})
+
+
 def test_a_copy_into_what_others_still_read_is_a_race() -> None:
     body = f"""
         {SHARED}

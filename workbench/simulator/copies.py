@@ -106,18 +106,21 @@ def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     if rest and isinstance(rest[0], Reg) and rest[0].kind == "pred":
         raise UnknownInstructionError(instruction.opcode)
     length = decoder.get(rest[0] if rest else size, "u32")
-    read = Access(pc, "global", size.value, False)
+    read, read_byte = (Access(pc, "global", n, False) for n in (size.value, 1))
     write = Access(pc, "shared", size.value, True, native.FLYING)
     to, come_from = addresses_of(decoder, target), addresses_of(decoder, source)
 
     def start(chunk: Chunk, group: Group) -> None:
         lanes = group.lanes
         lengths = chunk.of_lanes(length(chunk.registers), group).astype(np.int64)
-        reads = lengths > 0
-        sources = np.zeros(lanes.size, np.int64)
-        if reads.any():
-            where = come_from(chunk, group)[reads]
-            _, sources[reads] = reach(chunk, read, where, lanes[reads])
+        where, sources = come_from(chunk, group), np.zeros(lanes.size, np.int64)
+        whole, part = lengths >= read.size, (lengths > 0) & (lengths < read.size)
+        if whole.any():
+            _, sources[whole] = reach(chunk, read, where[whole], lanes[whole])
+        if part.any():  # what lies behind a copy that is cut short need not exist
+            ends = where[part] + lengths[part] - 1
+            reach(chunk, read_byte, ends, lanes[part])
+            _, sources[part] = reach(chunk, read_byte, where[part], lanes[part])
         _, targets = reach(chunk, write, to(chunk, group), lanes)
         chunk.copies.append(Copy(write, lanes, targets, sources, lengths, chunk.committed[lanes]))
 

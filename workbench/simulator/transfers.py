@@ -232,6 +232,8 @@ def addresses_of(decoder: Decoder, operand: Operand) -> Addresses:
 
 def _space(decoder: Decoder, instruction: Instruction, operand: Operand) -> str:
     """The memory that an instruction names; parameters of functions lie in local memory."""
+    if any(m in ("async", "bulk") or "cluster" in m for m in instruction.mods):
+        raise UnknownInstructionError(instruction.opcode)
     named = [m.partition("__")[0] for m in instruction.mods]
     space = next((s for s in _SPACES if s in named), "")
     if space == "param":
