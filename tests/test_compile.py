@@ -569,6 +569,30 @@ def missing_attribute(name: str) -> Any:
     raise AttributeError(name)
 
 
+@needs("numba")
+@pytest.mark.usefixtures("empty_cache")
+def test_what_the_linker_cannot_optimise_is_linked_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nvJitLink 13.5 fails on some kernels when it optimises at link time, and only then."""
+    compiler._numba_cuda()
+    from numba.cuda.codegen import CUDACodeLibrary
+
+    failure = type("nvJitLinkError", (Exception,), {})
+    original = CUDACodeLibrary.get_cubin
+    tried = []
+
+    def get_cubin(self: Any, cc: Any = None) -> Any:
+        tried.append(self._lto)
+        if self._lto:
+            raise failure("ERROR_PTX_COMPILE: Unknown symbol '$L__BB0_34'")
+        return original(self, cc=cc)
+
+    monkeypatch.setattr(CUDACodeLibrary, "get_cubin", get_cubin)
+    assert compiler.build("numba", entry(), ARCH).registers > 0
+    assert tried == [True, False]
+
+
 @pytest.mark.usefixtures("empty_cache")
 def test_compiling_changes_no_warning_filters() -> None:
     before = list(warnings.filters)
