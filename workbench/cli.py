@@ -253,6 +253,9 @@ def inspect(
     step: Annotated[
         str | None, typer.Option(help="Only this step: 4b.", show_default="all")
     ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE.cuh", help="A header instead of the kernel.")
+    ] = None,
 ) -> None:
     """Show what every line of a kernel costs: instructions, traffic and bank conflicts, simulated.
 
@@ -283,6 +286,10 @@ def inspect(
         with _user_errors():
             found = inspection.inspect(stem, workload)
         report.emit(console, inspection.summary(found), Text())
+        if file is not None:
+            with _user_errors():
+                report.emit(console, inspection.included(found, file))
+            continue
         for panel in inspection.listing(found, console, step):
             report.emit(console, panel)
 

@@ -206,6 +206,26 @@ def listing(found: Inspection, console: Console, step: str | None) -> Iterator[R
                 yield from panels
 
 
+def included(found: Inspection, file: str) -> RenderableType:
+    """Lay out a file that the kernel includes, like ``tiles.cuh``, with what its lines cost.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file, or no line of it costs anything.
+    """
+    from workbench.simulator.lines import by_line
+
+    language = "cuda" if file.endswith(".cuh") else "numba"
+    path = compiler.source_path(language, found.stem).parent / file
+    launches = [record.launch for record in found.records.get(language, ())]
+    costs = by_line(launches, file, innermost=True)
+    if not path.is_file() or not costs:
+        raise ValueError(f"no line of {file} has a part in {found.stem}")
+    source = path.read_text(encoding="utf-8")
+    return _panel(file, language, show.Piece(0, file, 1, source), costs)
+
+
 def _panels(pair: Pair, costs: dict[str, dict[int, Line]]) -> Iterator[Panel]:
     """The sides of a pair; none if neither cost anything."""
     sides = {"cuda": pair.cuda, "numba": pair.numba}

@@ -116,27 +116,26 @@ def total(launches: Iterable[Launch]) -> Line:
     return everything
 
 
-def by_line(launches: Iterable[Launch], file: str) -> dict[int, Line]:
+def by_line(launches: Iterable[Launch], file: str, *, innermost: bool = False) -> dict[int, Line]:
     """The counts of each line of a source file, by its number.
 
-    What was inlined from another file counts for the line that it was inlined into.
+    What was inlined counts for the line that it was inlined into: the outermost of `file`, or the
+    `innermost`, where a file of helpers is looked at.
     """
     lines: dict[int, Line] = {}
     for launch in launches:
         for pc, instruction in enumerate(launch.code.program.instructions):
-            number = line_in(instruction.where, file)
+            number = line_in(instruction.where, file, innermost=innermost)
             if number is not None and launch.counts.warps[pc]:
                 lines.setdefault(number, Line()).add(launch, pc)
     return lines
 
 
-def line_in(where: Location | None, file: str) -> int | None:
-    """The outermost line of `file` (its name without folders) that a place was inlined into."""
-    found = None
-    for place in where.chain() if where is not None else ():
-        if Path(place.file).name == file:
-            found = place.line
-    return found
+def line_in(where: Location | None, file: str, *, innermost: bool = False) -> int | None:
+    """The line of `file` (its name without folders) that a place is in or was inlined into."""
+    chain = where.chain() if where is not None else ()
+    found = [place.line for place in chain if Path(place.file).name == file]
+    return found[0 if innermost else -1] if found else None
 
 
 def by_array(launch: Launch) -> dict[str, tuple[Traffic, Traffic]]:
