@@ -65,7 +65,14 @@ def test_all_options_at_once(row: Any, language: str) -> None:
         {"heads_q": 4, "heads_kv": 2, "bias": "bk"},
         {"bias": "bhq", "mask": "k"},
         {"bias": "h"},
-        {"seqlen_k": 150, "window": None, "kv_lengths": [150, 29]},  # tiles without an edge
+        # A mask in tiles that no other option touches.
+        {
+            "seqlen_q": 70,
+            "seqlen_k": 150,
+            "window": None,
+            "q_lengths": [70, 11],
+            "kv_lengths": [150, 29],
+        },
     ],
     ids=str,
 )
@@ -77,7 +84,7 @@ def test_other_options_at_once(change: dict[str, Any], row: Any, language: str) 
 @targets([row for row in ATTENTION if row.name.startswith("attention_flash")])
 @pytest.mark.parametrize(
     ("seqlen_k", "window"),
-    [(192, (62, 62)), (192, (1, 1)), (192, (0, None)), (40, (None, 0))],
+    [(192, (62, None)), (192, (None, 62)), (192, (1, 1)), (40, (None, 0))],
 )
 def test_windows_that_end_at_the_edges_of_tiles(
     seqlen_k: int, window: Any, row: Any, language: str
