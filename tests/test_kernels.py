@@ -239,6 +239,8 @@ def test_many_windows(row: Any, backend: str) -> None:
         problems[f"{left}, {right}"] = problem
         lengths = {"batch": 2, "heads_q": 1, "q_lengths": [130, 65], "kv_lengths": [64, 150]}
         problems[f"{left}, {right}, lengths"] = problem | lengths
+    for window in ((62, None), (None, 62), (1, 1), (0, 127)):
+        problems[f"{window}, square"] = {"seqlen_q": 192, "seqlen_k": 192, "window": window}
     if backend in HOSTS:
         problems = dict(itertools.islice(problems.items(), 0, None, 5))
     try_all(row, backend, problems)
