@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import compile as compiler
-from workbench import launchers, table
+from workbench import table
 from workbench.launchers import Launch
 
 
@@ -84,27 +84,30 @@ def gate(language: str, launch: Launch, arch: str) -> None:
 def units(language: str, arch: str) -> list[Launch]:
     """What to compile of a language for one GPU.
 
-    For sm_90 that is all of `table.INSTANCES`, in Numba, which takes three times as long, without
-    the ranges of other dtypes than float32; for the other GPUs what is likely to take as much as
-    any instance of its kernel.
+    In CUDA C++ that is all of `table.INSTANCES` for sm_90, and for the other GPUs what is likely to
+    take as much as any instance of its kernel. Numba takes three times as long, so it compiles all
+    of float32 and, of the other dtypes, the kernels with every option.
     """
     rows = {row.name: row for row in table.KERNELS}
-    chosen = []
-    for name, launches in table.compile_units(arch).items():
-        if language not in rows[name].languages:
-            continue
-        for launch in launches:
-            constants = {"FEATURES": 15, "HEAD_DIM": 128} | dict(launch.entry.constants)
-            dtype, features = constants["T"], constants["FEATURES"]
-            if arch == "sm_90":
-                take = language == "cuda" or dtype == "float32" or features != launchers.RANGE
-            else:
-                # bfloat16 has no conversions of its own on sm_75.
-                main = dtype == "float32" or (dtype == "bfloat16" and language == "cuda")
-                take = main and features == 15 and constants["HEAD_DIM"] == 128
-            if take:
-                chosen.append(launch)
-    return chosen
+    return [
+        launch
+        for name, launches in table.compile_units(arch).items()
+        if language in rows[name].languages
+        for launch in launches
+        if _is_compiled(language, arch, dict(launch.entry.constants))
+    ]
+
+
+def _is_compiled(language: str, arch: str, constants: dict[str, Any]) -> bool:
+    dtype, features, head_dim = (constants.get(x) for x in ("T", "FEATURES", "HEAD_DIM"))
+    full = features in (None, 15)  # of a kernel without options too
+    if arch != "sm_90":
+        # bfloat16 has no conversions of its own on sm_75.
+        main = ("float32", "bfloat16") if language == "cuda" else ("float32",)
+        return dtype in main and full and head_dim in (None, 128)
+    if language == "cuda" or dtype == "float32":
+        return True
+    return full and constants.get("VEC") != 1 and (dtype != "float16" or head_dim in (None, 64))
 
 
 def parameters(language: str) -> list[Any]:
