@@ -127,7 +127,7 @@ __device__ __forceinline__ Acc capped_score(const ScoreParams<Acc>& score, Acc d
   return s;
 }
 
-// Adds the bias of a row and a col that exist.
+// Adds the bias of a row and a col that exist. A bias of -inf hides the key, whatever its score.
 template <int FEATURES, typename Acc>
 __device__ __forceinline__ Acc biased_score(const ScoreParams<Acc>& score,
                                             Acc capped,
@@ -138,7 +138,8 @@ __device__ __forceinline__ Acc biased_score(const ScoreParams<Acc>& score,
   Acc s = capped;
   if (FEATURES & BIAS) {
     Strides4 at = score.bias_strides;
-    s += score.bias[batch_index * at.batch + head * at.head + row * at.row + col * at.col];
+    Acc bias = score.bias[batch_index * at.batch + head * at.head + row * at.row + col * at.col];
+    s = bias == -INF ? bias : s + bias;
   }
   return s;
 }

@@ -126,14 +126,15 @@ def capped_score(FEATURES, score, dot):
     return s
 
 
-# Adds the bias of a row and a col that exist.
+# Adds the bias of a row and a col that exist. A bias of -inf hides the key, whatever its score.
 @cuda.jit(device=True, forceinline=True)
 def biased_score(FEATURES, score, capped, batch_index, head, row, col):
     s = capped
     if FEATURES & BIAS:
         at = score.bias_strides
         offset = batch_index * at.batch + head * at.head + row * at.row + col * at.col
-        s += score.bias[offset]
+        bias = score.bias[offset]
+        s = bias if bias == -INF else s + bias
     return s
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import compile as compiler
-from workbench import table
+from workbench import launchers, table
 from workbench.launchers import Launch
 
 
@@ -66,13 +66,18 @@ def redirect(monkeypatch: pytest.MonkeyPatch, language: str, folder: Path) -> No
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of these
+# Masks, biases and caps live in the epilogue of a product; there a few registers may be spilled. An
+# array that was not promoted to registers takes hundreds of bytes.
+SPILLED_WITH_OPTIONS = 64
 
 
 def gate(language: str, launch: Launch, arch: str) -> None:
     """Compile a kernel and hold what it takes of a multiprocessor to what there is."""
     binary = compiler.build(language, launch.entry, arch)
     what = f"{launch.entry.describe()} in {language} for {arch}"
-    assert binary.stack_bytes == 0, f"{what} spills, or has {binary.stack_bytes} bytes of stack"
+    features = dict(launch.entry.constants).get("FEATURES", 0)
+    allowed = 0 if features in (0, launchers.RANGE) else SPILLED_WITH_OPTIONS
+    assert binary.stack_bytes <= allowed, f"{what} has {binary.stack_bytes} bytes of stack"
     # A warp gets its registers by eights of each thread.
     warps = -(-launch.block // 32)
     taken = -(-binary.registers // 8) * 8 * 32 * warps

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from building import missing
 
 import workbench
 from workbench import checks
@@ -264,7 +265,7 @@ OUT = {
         ("out is read-only",), host_only=True,
     ),
     "stride-0": Row(
-        {"out": lambda a: repeated(a.q[..., :DV])}, ValueError, ("out repeats", "stride 0")
+        {"out": lambda a: repeated(a.q[..., :DV])}, ValueError, ("out repeats", "in memory")
     ),
     "is-v": Row(
         {"q": lambda a: a.q[:, :2], "out": lambda a: a.v[:, :, :NQ]}, ValueError,
@@ -364,7 +365,7 @@ ADDITION = {
     "out-int": Row({"out": np.ones((3, 4), int)}, TypeError, ("out has dtype int64", "float32")),
     "out-is-a": Row({"out": lambda a: a.a}, ValueError, ("out overlaps a",)),
     "out-in-b": Row({"out": lambda a: a.b[::-1]}, ValueError, ("out overlaps b",)),
-    "out-stride-0": Row({"out": lambda a: repeated(a.a)}, ValueError, ("out repeats", "stride 0")),
+    "out-stride-0": Row({"out": lambda a: repeated(a.a)}, ValueError, ("out repeats", "in memory")),
     "out-read-only": Row(
         {"out": lambda _: np.broadcast_to(np.float32(7), (3, 4))}, ValueError,
         ("out is read-only",), host_only=True,
@@ -963,3 +964,79 @@ def test_interleaved_arrays_do_not_overlap() -> None:
     assert overlap(x[:, :3], x[:, 2:])
     assert overlap(x[::-1], x[0])
     assert not overlap(x[:0], x)
+
+
+# --------------------------------------------------------------------- what was found by using it
+
+
+@pytest.mark.parametrize(
+    "strides", [(8, 4), (4, 4), (0, 4), (4, 8)], ids=["rows", "both", "still", "columns"]
+)
+def test_an_out_whose_elements_overlap_is_refused(strides: tuple[int, int]) -> None:
+    memory = np.zeros(64, np.float32)
+    out = np.lib.stride_tricks.as_strided(memory, (4, 4), strides)
+    a = np.ones((4, 4), np.float32)
+    with pytest.raises(ValueError, match="out repeats elements in memory"):
+        workbench.vector_add(a, a, out=out, backend="reference")
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [1e39, 1e300, 1e-300])
+def test_a_number_that_float32_cannot_hold(name: str, value: float) -> None:
+    x = np.ones((1, 1, 2, 4), np.float32)
+    with pytest.raises(ValueError, match=f"{name} is .* float32 holds"):
+        workbench.attention(x, x, x, backend="reference", **{name: value})
+    double = x.astype(np.float64)
+    assert workbench.attention(double, double, double, backend="reference", **{name: value}).all()
+
+
+def test_an_unaligned_out_is_written() -> None:
+    x = np.ones((1, 1, 2, 4), np.float32)
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    out = memory[1:].view(np.float32).reshape(x.shape)
+    assert workbench.attention(x, x, x, out=out, backend="cpu") is out
+    np.testing.assert_array_equal(out, x)
+
+
+def test_a_kernel_that_is_no_name() -> None:
+    x = np.ones((1, 1, 2, 4), np.float32)
+    with pytest.raises(ValueError, match="kernel is array"):
+        workbench.attention(x, x, x, backend="cuda-simulator", kernel=np.array([1, 2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"arch": "sm_70"}, {"arch": "sm_90", "backend": "cuda-simulator"}]
+)
+def test_explain_refuses_what_no_kernel_runs_on(options: dict[str, Any]) -> None:
+    x = np.ones((1, 1, 2, 4), np.float32)
+    with pytest.raises(ValueError, match="arch"):
+        workbench.explain(x, x, x, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_lse_past_the_length_does_not_matter(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 1, 8, 4), dtype=np.float32)
+    options = {"q_lengths": np.array([4]), "backend": backend}
+    out, lse = workbench.attention(q, k, v, return_lse=True, **options)
+    want = workbench.attention_backward(dout, q, k, v, out, lse, **options)
+    lse[..., 4:] = np.nan
+    got = workbench.attention_backward(dout, q, k, v, out, lse, **options)
+    for g, w in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda-simulator", "numba-simulator"])
+def test_a_bias_of_minus_infinity_hides_any_key(backend: str) -> None:
+    """Behind a mask or a bias of -inf even a NaN key is not there."""
+    if backend.endswith("simulator") and missing(backend.removesuffix("-simulator")):
+        pytest.skip("the compiler of this language is not installed")
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, 8, 8), dtype=np.float32)
+    k[..., -1, :] = np.nan
+    bias = np.zeros(8, np.float32)
+    bias[-1] = -np.inf
+    want = workbench.attention(q, k[:, :, :7], v[:, :, :7], backend="reference")
+    got = workbench.attention(q, k, v, bias=bias, backend=backend)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -145,7 +145,8 @@ kernel
     out : array, shape (batch, heads_q, seqlen_q, head_dim_v)
         Result of `attention`.
     lse : array, shape (batch, heads_q, seqlen_q)
-        Its log-sum-exp, from ``return_lse=True``.
+        Its log-sum-exp, from ``return_lse=True``. The probabilities are as exact as it is: where a
+        whole row of scores lies near -1e6, say, float32 leaves them two digits.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient arriving at lse, in lse's dtype.
     deterministic : bool, default False
@@ -185,7 +186,7 @@ def merge_attention(
     Parameters
     ----------
     outs : sequence of arrays, shape (..., seqlen_q, head_dim_v)
-        Two or more partial results, of equal shapes and dtype.
+        Two or more partial results, of equal shapes and dtype, as ``layout="bhnd"`` has them.
     lses : sequence of arrays, shape (..., seqlen_q)
         Their log-sum-exps, float32 (float64 for float64). A part with ``(0, -inf)`` changes no bit.
     backend : {"auto", "cuda", "numba", "cpu", "reference", "cuda-simulator", "numba-simulator"}

@@ -167,6 +167,15 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
+def _fits_float32(name: str, value: float) -> None:
+    info = np.finfo(np.float32)
+    if value and not float(info.tiny) <= abs(value) <= float(info.max):
+        raise ValueError(
+            f"{name} is {value}; with arrays other than float64 it takes 0 or what float32 holds, "
+            f"{info.tiny} to {info.max}"
+        )
+
+
 def _window_end(side: str, value: Any) -> int | None:
     if value is None:
         return None
@@ -349,9 +358,13 @@ def _check(
     softcap = _number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; it takes 0 (off) or a positive number")
+    scale = 1.0 / math.sqrt(sizes.head_dim) if scale is None else _number("scale", scale)
+    if dtype != "float64":  # computed in float32
+        _fits_float32("scale", scale)
+        _fits_float32("softcap", softcap)
     call = _Call(given, layout, given["q"].ndim, sizes, dtype, {})
     call.options = {
-        "scale": 1.0 / math.sqrt(sizes.head_dim) if scale is None else _number("scale", scale),
+        "scale": scale,
         "softcap": softcap,
         "window_left": left,
         "window_right": right,
@@ -398,12 +411,22 @@ def _check_target(
 def _check_writable(name: str, x: Array, inputs: dict[str, Array]) -> None:
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    repeats = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.strides, strict=True))
-    if repeats and x.size:
-        raise ValueError(f"{name} repeats its elements (stride 0), so it cannot be written to")
+    if x.size and _repeats_elements(x):
+        raise ValueError(f"{name} repeats elements in memory, so it cannot be written to")
     for other, array in inputs.items():
         if overlap(x, array):
             raise ValueError(f"{name} overlaps {other} in memory; it takes an array of its own")
+
+
+def _repeats_elements(x: Array) -> bool:
+    """Whether an axis of `x` steps back into what the axes of smaller steps span."""
+    span = x.itemsize
+    axes = ((abs(stride), n) for stride, n in zip(x.strides, x.shape, strict=True) if n > 1)
+    for step, n in sorted(axes):
+        if step < span:
+            return True
+        span += step * (n - 1)
+    return False
 
 
 def _place(given: dict[str, Array], backend: Any) -> Prepared:
@@ -456,11 +479,16 @@ def _add_tensor(
 ) -> None:
     """Allocate the output `name` in the caller's layout, or write into the caller's array."""
     fresh = target
-    if fresh is None or prepared.to_host or unit_last_stride(fresh) is not fresh:
+    if fresh is None or prepared.to_host or not _writable_in_place(fresh):
         xp = array_module(call.given["q"])
         fresh = xp.empty(call.user_shape(name), DTYPES[call.dtype])
     ready[name] = canonical(fresh, call.layout)
     prepared.outputs.append((name, fresh, target))
+
+
+def _writable_in_place(x: Array) -> bool:
+    aligned = is_device_array(x) or x.flags.aligned
+    return bool(aligned) and unit_last_stride(x) is x
 
 
 def _finish(

@@ -1,4 +1,4 @@
-"""The `workbench` command: demo, list, compare, show and doctor.
+"""The `workbench` command: demo, list, compare, show, inspect and doctor.
 
 Every command here reads its options, calls the module that does the work and prints what
 `workbench.report` makes of it.
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from workbench import report
+from workbench.problem import DEVICE_BACKENDS
 from workbench.report import UserError
 
 app = typer.Typer(
@@ -188,7 +189,11 @@ def compare(
         typer.echo(report.comparison_json(result))
     else:
         report.emit(console, report.comparison_table(result))
-        stopped = [(row.kernel, row.backend) for row in result.rows if row.kernel and row.reason]
+        stopped = [
+            (row.kernel, row.backend)
+            for row in result.rows
+            if row.kernel and row.reason and row.backend in DEVICE_BACKENDS
+        ]
         if stopped and compiler.gpu_missing() is not None:
             with _user_errors():
                 counts = inspection.simulated(workload, stopped)

@@ -95,6 +95,9 @@ class Explanation:
         return "\n".join(lines)
 
 
+MINIMUM_ARCH = 75  # Turing: what CUDA 13 still compiles for
+
+
 def explain(
     q: Array,
     k: Array,
@@ -137,7 +140,9 @@ kernel
     """
     if arch is not None and not (isinstance(arch, str) and re.fullmatch(r"sm_\d{2,3}", arch)):
         raise ValueError(f"arch is {arch!r}; it takes a GPU architecture like 'sm_90', or None")
-    if arch is not None and backend in HOST_BACKENDS:
+    if arch is not None and int(arch.removeprefix("sm_")) < MINIMUM_ARCH:
+        raise ValueError(f"arch is {arch!r}; the kernels need sm_{MINIMUM_ARCH} or newer")
+    if arch is not None and backend in (*HOST_BACKENDS, *SIMULATOR_BACKENDS):
         raise ValueError(f"backend {backend!r} runs on the host; arch goes with 'cuda' or 'numba'")
     named = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias,
              "q_lengths": q_lengths, "kv_lengths": kv_lengths}  # fmt: skip

@@ -117,7 +117,7 @@ def backward(
     seen = _seen(s)
     p, own_lse = _softmax(s)
     if lse is not None:
-        p = p * _share(own_lse, lse)[..., None]
+        p = np.where(seen, p * _share(own_lse, lse)[..., None], 0.0)
     out = _select_matmul(p, seen, v) if out is None else np.asarray(out, dtype=np.float64)
 
     # out = sum_j p_j v_j and dp_j / ds_l = p_j (delta_jl - p_l), hence

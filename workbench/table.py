@@ -132,7 +132,7 @@ KERNELS: tuple[Kernel, ...] = (
 def check_name(op: str, kernel: Any) -> None:
     """Raise unless `kernel` is None or the name of a row that computes `op`."""
     names = [row.name for row in KERNELS if row.op == op.removesuffix("_backward")]
-    if kernel is not None and kernel not in names:
+    if kernel is not None and not (isinstance(kernel, str) and kernel in names):
         raise ValueError(f"kernel is {kernel!r}; it takes {', '.join(map(repr, names))} or None")
 
 
