@@ -46,7 +46,7 @@ def run(console: Console, out: Path) -> None:
         ),
     )
     which = comparison.targets("attention")
-    simulate = compiler.gpu_missing() is not None
+    simulate = compiler.gpu_missing() is not None and _compilers_are_here()
     steps = 2 * comparison.count_steps(which) + len(_model_backends()) + 2 + 4 * simulate
     with report.progress(console, steps) as step:
         for backward in (False, True):
@@ -55,6 +55,12 @@ def run(console: Console, out: Path) -> None:
         if simulate:
             for renderable in _simulated(tokens, step):
                 report.emit(console, renderable, Text())
+        elif compiler.gpu_missing() is not None:
+            report.emit(
+                console,
+                "The kernels of both languages also run without a GPU, in the simulator:\n"
+                "pip install 'kernel-workbench[simulator]' brings their compilers.\n",
+            )
         report.emit(console, _vision_transformer(picture, step))
         step("attention map")
         weights = patch_attention(picture)
@@ -118,6 +124,15 @@ def _simulated(
         yield Text(f"In the simulator: {workload.title}", style="bold")
         twins = [(KERNELS[0].name, language) for language in compiler.LANGUAGES]
         yield inspection.simulated(workload, twins, inputs=inputs, progress=step)
+
+
+def _compilers_are_here() -> bool:
+    try:
+        for language in compiler.LANGUAGES:
+            compiler.compiler_version(language)
+    except compiler.ToolchainError:
+        return False
+    return True
 
 
 def _model_backends() -> list[str]:
