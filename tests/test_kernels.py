@@ -366,6 +366,23 @@ def test_what_is_not_seen_does_not_matter(poison: float, row: Any, backend: str)
         assert np.isnan(results["out"][touched]).all()
 
 
+@attention_targets
+def test_a_bias_of_minus_infinity_hides_whatever_the_score(row: Any, backend: str) -> None:
+    e = random_example(15, seqlen_q=65, seqlen_k=70, head_dim=64, bias="k", backward=False)
+    bias = e.options["bias"].copy()
+    bias[..., [3, 66]] = -np.inf
+    e = replace(e, options=e.options | {"bias": bias})
+    with gaps(backend):
+        plain = {n: as_numpy(x) for n, x in run(e, **how(row, backend)).items()}
+    k = e.k.copy()
+    k[:, :, 3] = np.nan
+    k[:, :, 66] = np.inf
+    with gaps(backend):
+        results = run(replace(e, k=k), **how(row, backend))
+        for name, x in results.items():
+            np.testing.assert_array_equal(as_numpy(x), plain[name])
+
+
 # --------------------------------------------------------------------------- strides and addresses
 
 
