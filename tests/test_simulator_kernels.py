@@ -81,6 +81,15 @@ def test_other_options_at_once(change: dict[str, Any], row: Any, language: str) 
     check(random_example(7, **EVERYTHING | change), **how(row, language))
 
 
+@targets(ATTENTION)
+def test_a_bias_of_minus_infinity_hides_whatever_the_score(row: Any, language: str) -> None:
+    """The same instance as `test_all_options_at_once`; in a backward NaN may spread."""
+    e = random_example(10, **EVERYTHING | {"bias": "k", "dlse": False}, backward=False)
+    e.options["bias"][..., 7] = -np.inf
+    e.k[:, :, 7] = np.nan
+    check(e, **how(row, language))
+
+
 @targets([row for row in ATTENTION if row.name.startswith("attention_flash")])
 @pytest.mark.parametrize(
     ("seqlen_k", "window"),
