@@ -13,7 +13,7 @@ typedef unsigned long long uint64;
 typedef long long int64;
 
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 template <typename T>
 struct AccOf {

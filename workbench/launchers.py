@@ -55,6 +55,21 @@ DBIAS = Signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dbias, Strides dout_strides, "
     f"Strides q_strides, Strides k_strides, Strides v_strides, Strides4 dbias_strides, {SIZES}"
 )
+FLASH_MMA_FWD = _signature(
+    "T* q, T* k, T* v, T* out, Acc* lse, Acc* out_parts, Acc* lse_parts", "q k v out"
+)
+FLASH_MMA_BWD = _signature(
+    "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
+    "dout q k v dk dv",
+)
+ATTENTION_DQ = Signature(
+    "Acc* dq_acc, T* dq, Strides dq_strides, int64 batch, int64 heads_q, int64 seqlen_q, "
+    "int64 head_dim, double scale"
+)
+ATTENTION_MERGE = Signature(
+    "Acc* out_parts, Acc* lse_parts, T* out, Acc* lse, Strides out_strides, int64 batch, "
+    "int64 heads_q, int64 seqlen_q, int64 head_dim_v, int64 splits"
+)
 ATTENTION_DELTA = Signature(
     "T* dout, T* out, Acc* dlse, Acc* delta, Strides dout_strides, Strides out_strides, "
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
@@ -77,12 +92,16 @@ class NotWrittenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: what to compile and how many threads to start."""
+    """One kernel launch: what to compile and how many threads to start.
+
+    `values` are arguments that differ from those of the problem, by dotted name.
+    """
 
     entry: Entry
     grid: int
     block: int
     shared_memory: int = 0
+    values: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +233,143 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
     )
 
 
+def attention_flash_mma(problem: Problem, arch: str) -> Work:
+    """Tiles, online softmax and recompute on tensor cores, through mma.sync."""
+    if int(arch.removeprefix("sm_")) < 80:
+        raise NotWrittenError(f"it needs the tensor cores of sm_80 or newer, not {arch}")
+    if problem.alignment < 16:
+        raise NotWrittenError(
+            f"it takes rows that begin at multiples of 16 bytes, not {problem.alignment}"
+        )
+    if problem.op == "attention":
+        return _flash_mma_fwd(problem, arch)
+    return _flash_mma_bwd(problem, arch)
+
+
+def _flash_mma_dims(problem: Problem) -> tuple[int, int]:
+    """The head_dim and head_dim_v that tiles have room for."""
+    return tuple(  # type: ignore[return-value]
+        next(size for size in (64, 96, 128, 192, 256, dim) if size >= dim)
+        for dim in (problem.head_dim, problem.head_dim_v)
+    )
+
+
+def _tile_bytes(rows: int, cols: int) -> int:
+    """Shared memory of a tile of 16-bit elements: fragments.cuh, tile_bytes."""
+    return rows * cdiv(cols, 64) * 128
+
+
+def _choose(tiles: tuple[Tile, ...], problem: Problem, arch: str, shared_memory: Any) -> Tile:
+    """The first tile whose registers and shared memory suffice, or the last one."""
+    roomy = [tile for tile in tiles if not features(problem) & ~tile.features]
+    fitting = [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)]
+    return (fitting or roomy[-1:])[0]
+
+
+def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
+    dims = _flash_mma_dims(problem)
+
+    def shared_memory(tile: Tile) -> int:
+        return (
+            _tile_bytes(tile.block_m, max(dims))
+            + _tile_bytes(tile.block_n, dims[0])
+            + _tile_bytes(tile.block_n, dims[1])
+        )
+
+    rows, heads, values = _rows_of_a_head(problem)
+    parallel = problem.batch * heads * cdiv(rows, 16)
+    splits = 1
+    if rows <= 16:
+        tile = FEW_QUERIES
+        splits = max(1, min(cdiv(problem.seqlen_k, tile.block_n), cdiv(SPLIT_BLOCKS, parallel)))
+    else:
+        tile = _choose(FLASH_MMA_TILES[True, max(dims)], problem, arch, shared_memory)
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
+        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
+        ("SPLIT", int(splits > 1)), ("THREADS", tile.threads),
+    )  # fmt: skip
+    entry = Entry("attention_flash_mma_fwd", "attention_flash_mma_fwd", constants, FLASH_MMA_FWD)
+    grid = problem.batch * heads * cdiv(rows, tile.block_m) * splits
+    forward = Launch(entry, grid, tile.threads, shared_memory(tile), values)
+    if splits == 1:
+        return Work((forward,))
+    shape = (splits, problem.batch, problem.heads_q, problem.seqlen_q)
+    constants = (("T", problem.dtype), ("HEAD_DIM_V", dims[1]))
+    entry = Entry("attention_merge", "attention_merge", constants, ATTENTION_MERGE)
+    grid = cdiv(math.prod(shape[1:]) * dims[1], 128)
+    return Work(
+        (forward, Launch(entry, grid, 128, values=(("splits", splits),))),
+        (
+            Workspace("out_parts", (*shape, dims[1]), problem.acc_dtype),
+            Workspace("lse_parts", shape, problem.acc_dtype),
+        ),
+    )
+
+
+def _rows_of_a_head(problem: Problem) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    """Query rows and heads as the forward is to see them, and the arguments that tell it.
+
+    One query of several heads that share a key head is as good as several queries of one head, and
+    then keys are loaded once for all of them; unless it matters at which position a query stands.
+    """
+    group = problem.heads_q // max(1, problem.heads_kv)
+    at_the_end = problem.window_right is None or (
+        problem.window_right == 0 and not problem.top_left
+    )
+    if (
+        problem.seqlen_q != 1
+        or group == 1
+        or problem.has_q_lengths
+        or problem.window_left is not None
+        or not at_the_end
+    ):
+        return problem.seqlen_q, problem.heads_q, ()
+    values = {"heads_q": problem.heads_kv, "seqlen_q": group, "score.window_right": OPEN_WINDOW}
+    for name, strides in problem.strides:
+        if name in ("q", "out", "mask", "bias"):
+            prefix = f"score.{name}_strides" if name in ("mask", "bias") else f"{name}_strides"
+            values[f"{prefix}.row"] = strides[1]
+            values[f"{prefix}.head"] = strides[1] * group
+    return group, problem.heads_kv, tuple(values.items())
+
+
+def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
+    dims = _flash_mma_dims(problem)
+
+    def shared_memory(tile: Tile) -> int:
+        keys = _tile_bytes(tile.block_n, dims[0]) + _tile_bytes(tile.block_n, dims[1])
+        queries = _tile_bytes(tile.block_m, dims[0]) + _tile_bytes(tile.block_m, dims[1])
+        scores = _tile_bytes(tile.block_m, tile.block_n)
+        return keys + 2 * scores + 2 * (queries + 2 * tile.block_m * 4)
+
+    tile = _choose(FLASH_MMA_TILES[False, max(dims)], problem, arch, shared_memory)
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
+        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
+        ("DETERMINISTIC", int(problem.deterministic)), ("THREADS", tile.threads),
+    )  # fmt: skip
+    entry = Entry("attention_flash_mma_bwd", "attention_flash_mma_bwd", constants, FLASH_MMA_BWD)
+    grid = problem.batch * problem.heads_kv * cdiv(problem.seqlen_k, tile.block_n)
+    queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
+    rounding = Entry("attention_dq", "attention_dq", constants, ATTENTION_DQ)
+    delta, delta_space = _delta(problem)
+    return Work(
+        (
+            delta,
+            Launch(entry, grid, tile.threads, shared_memory(tile)),
+            Launch(rounding, cdiv(queries * tile.block_m * dims[0] // 16, 256), 256),
+            *_dbias(problem),
+        ),
+        (
+            delta_space,
+            Workspace("dq_acc", (queries, tile.block_m, dims[0]), problem.acc_dtype, zeroed=True),
+            Workspace("turns", (1 + queries,), "int32", zeroed=True),
+        ),
+    )
+
+
 def _vector_length(problem: Problem) -> int:
     """Elements in the 16 bytes that a thread moves at once, or 1 where rows do not allow it."""
     length = 16 // DTYPES[problem.dtype].itemsize
@@ -246,6 +402,25 @@ FLASH_SIMT_TILES = {
     (False, "float64", 64): (Tile(32, 32, 128),),
     (False, "float64", 128): (Tile(32, 32, 256),),
 }
+
+
+# (forward, larger padded head_dim) -> tiles, as above. The first tiles of the backward take the
+# shared memory of sm_80 or sm_90, the others that of the GPUs with less.
+FLASH_MMA_TILES = {
+    (True, 64): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
+    (True, 96): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
+    (True, 128): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
+    (True, 192): (Tile(64, 64, 128),),
+    (True, 256): (Tile(64, 64, 128),),
+    (False, 64): (Tile(128, 128, 256), Tile(64, 128, 256)),
+    (False, 96): (Tile(64, 128, 256), Tile(32, 64, 128)),
+    (False, 128): (Tile(64, 128, 256), Tile(32, 64, 128)),
+    (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256)),
+    (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256)),
+}
+# Few queries: a warp a block, many blocks a multiprocessor, so that loads are always under way.
+FEW_QUERIES = Tile(16, 64, 32)
+SPLIT_BLOCKS = 2048  # to split the keys into, enough to keep every multiprocessor busy
 
 
 def _padded(head_dim: int) -> int:
@@ -350,6 +525,7 @@ def argument_values(problem: Any) -> dict[str, Any]:
         values[name] = getattr(problem, name)
     left, right = problem.window_left, problem.window_right
     return values | {
+        "scale": problem.scale,
         "score.scale": problem.scale,
         "score.softcap": problem.softcap,
         "score.window_left": OPEN_WINDOW if left is None else min(left, OPEN_WINDOW),

@@ -134,7 +134,7 @@ def _offsets(workspaces: tuple[Workspace, ...]) -> tuple[list[tuple[Workspace, i
 
 def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) -> _Bound:
     signature = launch.entry.signature
-    packet = compiler.packet(signature.pack(values))
+    packet = compiler.packet(signature.pack(values | dict(launch.values)))
     slots = tuple(
         (compiler.PACKET_HEADER + i, leaf.removeprefix("score."))
         for i, (kind, leaf) in enumerate(signature.leaves)

@@ -95,6 +95,14 @@ class Kernel:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
+        "attention_flash_mma",
+        "attention",
+        "the same on tensor cores, through mma.sync: sm_80 and newer",
+        launchers.attention_flash_mma,
+        dtypes=("float16", "bfloat16"),
+        max_head_dim=256,
+    ),
+    Kernel(
         "attention_flash_simt",
         "attention",
         "tiles, online softmax, recompute: exact, on CUDA cores",

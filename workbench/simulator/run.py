@@ -133,7 +133,7 @@ def run(
             continue
         started = engine.Launch(
             load(language, launch.entry), launch.grid, launch.block, launch.shared_memory,
-            launch.entry.signature.pack(values), memory, checker, _options.max_steps,
+            launch.entry.signature.pack(values | dict(launch.values)), memory, checker, _options.max_steps,
         )  # fmt: skip
         engine.run(started)
         for records in _recordings:
