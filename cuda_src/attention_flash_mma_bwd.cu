@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; i < 2 * BLOCK_M; i += THREADS) {
       int row = q_start + i % BLOCK_M;
       const float* from = (i < BLOCK_M ? lse : delta) + (batch_index * heads_q + head) * seqlen_q;
-      cp_async<4>(from_k + LSE_SMEM + i * 4, from + row, row < band.q_length ? 4 : 0);
+      cp_async<4>(from_k + LSE_SMEM + i * 4, from + row, row < band.q_length);
     }
   };
   if (steps > 0) load_queries(0, head, q_tile);
@@ -127,7 +127,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   // 4. Walk over the query tiles
   int first_row = ShareS::first_row(), first_col = ShareS::first_col();
   float to_log2 = SCALED ? LOG2E : float(score.scale) * LOG2E;
-  uint32 down_chunk = lane_chunk<DOWN_FIRST>(0), across_chunk = lane_chunk<ACROSS_FIRST>(0);
   int turn_taken = 0, turn = 0;
   for (int buffer = 0; steps > 0; --steps, buffer ^= 1) {
     int q_start = q_tile * BLOCK_M;
@@ -148,8 +147,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     // 4b. p = exp(s - lse)
     float p[M][N][4] = {}, slope[M][N][4];  // the slope of the cap: 1, in no register, without
     multiply_nt<T, HEAD_DIM, HEAD_DIM, HEAD_DIM, ShareS::BESIDE>(
-        p, lane_rows<DOWN_FIRST, HEAD_DIM>(q_smem, ShareS::warp_row()), down_chunk,
-        lane_rows<ACROSS_FIRST, HEAD_DIM>(k_smem, ShareS::warp_col()), across_chunk);
+        p, lane_address<DOWN_FIRST, HEAD_DIM>(q_smem, ShareS::warp_row(), 0),
+        lane_address<ACROSS_FIRST, HEAD_DIM>(k_smem, ShareS::warp_col(), 0));
     bool unmasked =
         tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
     const float* row_lse = reinterpret_cast<float*>(smem + LSE_SMEM + buffer * BUFFER) + first_row;
@@ -178,8 +177,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     // 4d. ds = p * (dout v^T - delta)
     float ds[M][N][4] = {};  // dp, to begin with
     multiply_nt<T, HEAD_DIM_V, HEAD_DIM_V, HEAD_DIM_V, ShareS::BESIDE>(
-        ds, lane_rows<DOWN_FIRST, HEAD_DIM_V>(dout_smem, ShareS::warp_row()), down_chunk,
-        lane_rows<ACROSS_FIRST, HEAD_DIM_V>(k_smem + V_SMEM, ShareS::warp_col()), across_chunk);
+        ds, lane_address<DOWN_FIRST, HEAD_DIM_V>(dout_smem, ShareS::warp_row(), 0),
+        lane_address<ACROSS_FIRST, HEAD_DIM_V>(k_smem + V_SMEM, ShareS::warp_col(), 0));
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -195,22 +194,19 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // 4c. dv += p^T dout
     multiply_tn<T, BLOCK_M, BLOCK_N, HEAD_DIM_V, ShareV::BESIDE>(
-        dv_acc, lane_rows<ACROSS_FIRST, BLOCK_N>(k_smem + P_SMEM, 0),
-        lane_chunk<ACROSS_FIRST>(ShareV::warp_row()),
-        lane_rows<DOWN_FIRST, HEAD_DIM_V>(dout_smem, 0),
-        lane_chunk<DOWN_FIRST>(ShareV::warp_col()));
+        dv_acc, lane_address<ACROSS_FIRST, BLOCK_N>(k_smem + P_SMEM, 0, ShareV::warp_row()),
+        lane_address<DOWN_FIRST, HEAD_DIM_V>(dout_smem, 0, ShareV::warp_col()));
 
     // 4e. dk += ds^T q
     multiply_tn<T, BLOCK_M, BLOCK_N, HEAD_DIM, ShareK::BESIDE>(
-        dk_acc, lane_rows<ACROSS_FIRST, BLOCK_N>(k_smem + DS_SMEM, 0),
-        lane_chunk<ACROSS_FIRST>(ShareK::warp_row()), lane_rows<DOWN_FIRST, HEAD_DIM>(q_smem, 0),
-        lane_chunk<DOWN_FIRST>(ShareK::warp_col()));
+        dk_acc, lane_address<ACROSS_FIRST, BLOCK_N>(k_smem + DS_SMEM, 0, ShareK::warp_row()),
+        lane_address<DOWN_FIRST, HEAD_DIM>(q_smem, 0, ShareK::warp_col()));
 
     // 4f. dq += ds k
     float dq_part[ShareQ::M][ShareQ::N][4] = {};
     multiply_nn<T, BLOCK_N, BLOCK_N, HEAD_DIM, ShareQ::BESIDE>(
-        dq_part, lane_rows<DOWN_FIRST, BLOCK_N>(k_smem + DS_SMEM, ShareQ::warp_row()), down_chunk,
-        lane_rows<DOWN_FIRST, HEAD_DIM>(k_smem, 0), lane_chunk<DOWN_FIRST>(ShareQ::warp_col()));
+        dq_part, lane_address<DOWN_FIRST, BLOCK_N>(k_smem + DS_SMEM, ShareQ::warp_row(), 0),
+        lane_address<DOWN_FIRST, HEAD_DIM>(k_smem, 0, ShareQ::warp_col()));
     int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile;
     if (DETERMINISTIC) {
       turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;

@@ -11,7 +11,7 @@
 // Work split:    a block owns BLOCK_M query rows of one head (SPLIT: and a share of the keys), each
 //                warp BLOCK_M / warps of the rows: 16 or 32
 // Shared memory: the Q, K and V tiles; one buffer each is enough, as K is loaded while p v runs and
-//                V while q k^T does. In the end Q holds the output, so that whole rows are stored
+//                V while q k^T does. In the end Q holds the output, to be stored by whole rows
 // Registers:     the scores and the output of the warp's rows, as accumulators of 16 x 8
 // Twin:          numba_kernels/attention_flash_mma_fwd.py
 // Launched by:   workbench/launchers.py, attention_flash_mma
@@ -100,16 +100,19 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   // s * to_log2 is the exponent of two. The largest s is to be the largest score, so a negative
-  // scale changes the sign of s; and 0 times -inf would be NaN, so a scale of 0 is a tiny one.
-  bool negative = !SCALED && score.scale < 0;
+  // scale goes with -q; and 0 times -inf would be NaN, so a scale of 0 is a tiny one.
   float to_log2 = SCALED ? LOG2E : max(float(fabs(score.scale)) * LOG2E, SMALLEST);
+  if (!SCALED && score.scale < 0) {
+    negate_copied<BLOCK_M, HEAD_DIM, THREADS>(reinterpret_cast<char*>(shared));
+  }
 
   // 4. Walk over the key/value tiles
-  uint32 q_rows = lane_rows<DOWN_FIRST, HEAD_DIM>(q_smem, warp_row);
-  uint32 k_rows = lane_rows<ACROSS_FIRST, HEAD_DIM>(k_smem, 0);
-  uint32 v_rows = lane_rows<DOWN_FIRST, HEAD_DIM_V>(v_smem, 0);
-  uint32 down_chunk = lane_chunk<DOWN_FIRST>(0), across_chunk = lane_chunk<ACROSS_FIRST>(0);
-  for (; k_start < k_end; k_start += BLOCK_N) {
+  uint32 q_lane = lane_address<DOWN_FIRST, HEAD_DIM>(q_smem, warp_row, 0);
+  uint32 k_lane = lane_address<ACROSS_FIRST, HEAD_DIM>(k_smem, 0, 0);
+  uint32 v_lane = lane_address<DOWN_FIRST, HEAD_DIM_V>(v_smem, 0, 0);
+  for (bool first = true; k_start < k_end; k_start += BLOCK_N, first = false) {
+    q_lane = fresh(q_lane), k_lane = fresh(k_lane), v_lane = fresh(v_lane);
+
     // 4a. Load the K and V tiles
     cp_async_wait_all();
     __syncthreads();  // K is there, and V is free: every warp is past the last p v
@@ -119,14 +122,14 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // 4b. s = q k^T, masked
     float s[M][KEYS][4] = {};
-    multiply_nt<T, HEAD_DIM, HEAD_DIM, HEAD_DIM, 1>(s, q_rows, down_chunk, k_rows, across_chunk);
+    multiply_nt<T, HEAD_DIM, HEAD_DIM, HEAD_DIM, 1>(s, q_lane, k_lane);
     bool unmasked =
         tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N);
-    if (SCALED || negative) {
+    if (SCALED) {
 #pragma unroll
       for (int i = 0; i < 4 * M * KEYS; ++i) {
         float& x = s[i / 4 / KEYS][i / 4 % KEYS][i % 4];
-        x = SCALED ? capped_score<FEATURES>(score, x) : -x;
+        x = capped_score<FEATURES>(score, x);
       }
     }
     if (!unmasked || FEATURES & BIAS) {  // a loop of its own: most tiles go past it
@@ -144,6 +147,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 
     // 4c. Rescale what we have to the new maximum
+    uint32 p[KEYS / 2][M][4];  // in the layout of an operand
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -160,11 +164,10 @@ __global__ void __launch_bounds__(THREADS, 1)
         row_sum[m][half] *= rescale;
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[m][n][i] = ex2_approx(s[m][n][i] * to_log2 - subtrahend);  // from here on p
-            row_sum[m][half] += s[m][n][i];
-          }
+          float x = ex2_approx(s[m][n][2 * half] * to_log2 - subtrahend);
+          float y = ex2_approx(s[m][n][2 * half + 1] * to_log2 - subtrahend);
+          row_sum[m][half] += x + y;
+          p[n / 2][m][n % 2 * 2 + half] = cvt_rn_x2<T>(x, y);
         }
 #pragma unroll
         for (int n = 0; n < DIMS; ++n) {
@@ -183,10 +186,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                                             k + offset_of(k_strides, batch_index, head_kv, next),
                                             k_strides.row, k_end - next, int(head_dim));
     }
-    multiply_accumulators_n<T, HEAD_DIM_V>(acc, s, v_rows, down_chunk);
+    multiply_rn<T, HEAD_DIM_V>(acc, p, v_lane);
   }
   cp_async_wait_all();
-  __syncthreads();  // Q is free, if there was no tile to wait for it
+  __syncthreads();  // Q is free: without a tile nobody has waited for it
 
   // 5. Normalise and store
   int64 row_index = (batch_index * heads_q + head) * seqlen_q;

@@ -2,46 +2,81 @@
 //
 //   lse = log(sum(exp(lse_parts))),  out = sum(exp(lse_parts - lse) * out_parts)
 //
-// Work split:    a thread takes an element of out and adds up all of its parts
-// Shared memory: none
+// Work split:    a block takes a row of out; its threads share the columns, four each, and the
+//                parts, which they merge among themselves in the end
+// Shared memory: a row, its maximum and its sum from each group of threads
 // Registers:     a handful
 // Twin:          numba_kernels/attention_merge.py
 // Launched by:   workbench/launchers.py, attention_flash_mma
 #include "scores.cuh"
 
-template <typename T, int HEAD_DIM_V>
-__global__ void attention_merge(const acc_t<T>* out_parts,  // (splits, rows of out, HEAD_DIM_V)
-                                const acc_t<T>* lse_parts,  // (splits, rows of out)
-                                T* out,         // (batch, heads_q, seqlen_q, head_dim_v)
-                                acc_t<T>* lse,  // (batch, heads_q, seqlen_q), contiguous
-                                Strides out_strides,
-                                int64 batch,
-                                int64 heads_q,
-                                int64 seqlen_q,
-                                int64 head_dim_v,
-                                int64 splits) {
+template <typename T, int HEAD_DIM_V, int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    attention_merge(const acc_t<T>* out_parts,  // (splits, batch, heads_q, seqlen_q, HEAD_DIM_V)
+                    const acc_t<T>* lse_parts,  // (splits, batch, heads_q, seqlen_q)
+                    T* out,                     // (batch, heads_q, seqlen_q, head_dim_v)
+                    acc_t<T>* lse,              // (batch, heads_q, seqlen_q), contiguous
+                    Strides out_strides,
+                    int64 batch,
+                    int64 heads_q,
+                    int64 seqlen_q,
+                    int64 head_dim_v,
+                    int64 splits) {
   using Acc = acc_t<T>;
-  int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-  int64 rows = batch * heads_q * seqlen_q;
-  int64 row = index / HEAD_DIM_V;
-  int col = int(index % HEAD_DIM_V);
-  if (row >= rows || col >= head_dim_v) return;
+  constexpr int COLS = HEAD_DIM_V / 4;    // threads across
+  constexpr int GROUPS = THREADS / COLS;  // that take parts in turn
+  constexpr int AT_ONCE = 8;              // parts under way a thread
+  __shared__ Acc row_max[GROUPS], row_sum[GROUPS], rows[GROUPS][HEAD_DIM_V];
+  int64 row = blockIdx.x, rows_total = batch * heads_q * seqlen_q;
+  int group = threadIdx.x / COLS, col = threadIdx.x % COLS * 4;
 
-  // 1. lse = log(sum(exp(lse_parts)))
-  Acc most = -INF, sum = 0, acc = 0;
-#pragma unroll 8
-  for (int64 split = 0; split < splits; ++split) most = max(most, lse_parts[split * rows + row]);
-  Acc subtrahend = finite_or_zero(most);
-
-  // 2. out = sum(exp(lse_parts - lse) * out_parts)
-#pragma unroll 8
-  for (int64 split = 0; split < splits; ++split) {
-    Acc weight = exp_of(lse_parts[split * rows + row] - subtrahend);
-    sum += weight;
-    acc += weight * out_parts[split * rows * HEAD_DIM_V + index];
+  // 1. Merge the parts of each group
+  if (group < GROUPS) {
+    Acc most = -INF, sum = 0, acc[4] = {};
+    for (int64 first = group; first < splits; first += AT_ONCE * GROUPS) {
+      Acc part_lse[AT_ONCE], part[AT_ONCE][4] = {}, new_max = most;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {  // all loads before the first use
+        int64 index = (first + i * GROUPS) * rows_total + row;
+        bool exists = first + i * GROUPS < splits;
+        part_lse[i] = exists ? lse_parts[index] : -INF;
+        if (exists) load16(part[i], out_parts + index * HEAD_DIM_V + col);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) new_max = max(new_max, part_lse[i]);
+      Acc subtrahend = finite_or_zero(new_max);
+      Acc rescale = exp_of(most - subtrahend);
+      most = new_max;
+      sum *= rescale;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[j] *= rescale;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        Acc weight = exp_of(part_lse[i] - subtrahend);
+        sum += weight;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[j] += weight * part[i][j];
+      }
+    }
+    store16(&rows[group][col], acc);
+    if (col == 0) {  // all threads of the group have the same
+      row_max[group] = most;
+      row_sum[group] = sum;
+    }
   }
+  __syncthreads();
+
+  // 2. Merge the groups
   int64 head = row / seqlen_q;  // of all batches
   out += offset_of(out_strides, head / heads_q, head % heads_q, row % seqlen_q);
-  out[col] = from_acc<T>(sum == 0 ? Acc(0) : acc / sum);
-  if (col == 0) lse[row] = most + log(sum);
+  Acc most = -INF, sum = 0;
+  for (int g = 0; g < GROUPS; ++g) most = max(most, row_max[g]);
+  Acc subtrahend = finite_or_zero(most);
+  for (int g = 0; g < GROUPS; ++g) sum += exp_of(row_max[g] - subtrahend) * row_sum[g];
+  for (int d = threadIdx.x; d < head_dim_v; d += THREADS) {
+    Acc total = 0;
+    for (int g = 0; g < GROUPS; ++g) total += exp_of(row_max[g] - subtrahend) * rows[g][d];
+    out[d] = from_acc<T>(sum == 0 ? Acc(0) : total / sum);
+  }
+  if (threadIdx.x == 0) lse[row] = most + log(sum);
 }

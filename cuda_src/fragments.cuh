@@ -9,17 +9,16 @@
 //     row 2 | 2 3 0 1 6 7 4 5      are beside each other
 //     ...
 //
-// A warp takes a tile by pieces of 16 x 16 elements, one ldmatrix each. For the piece `down` rows
-// and `right` columns of pieces away from where the warp begins, a lane points to
-//
-//     rows + down * 16 rows + (chunk ^ right * 32)
-//
-// with a `rows` and a `chunk` of its own. Warps beside each other take their pieces in turn, so
-// that neighbours of a warp are as many pieces apart as there are warps: a power of two, as the
-// exclusive or asks for.
+// A warp takes a tile by pieces of 16 x 16 elements, one ldmatrix each, and every lane points to 16
+// bytes of a piece. As rows begin at multiples of 128 bytes, an exclusive or with a column's offset
+// leads from piece to piece of a row. Warps beside each other take their pieces in turn, so that
+// neighbours of a warp are as many pieces apart as there are warps: a power of two, which keeps
+// their offsets apart from that of the warp.
 #pragma once
 
 #include "ptx_sm80.cuh"
+
+constexpr uint32 SIGNS = 0x80008000;  // of two elements in a register
 
 template <int COLS>
 __host__ __device__ constexpr int row_bytes() {
@@ -69,18 +68,27 @@ __host__ __device__ constexpr int accumulator_col(int n) {
 // down and then across for the rows of a, or for b if it is to be transposed; else across first.
 constexpr int DOWN_FIRST = 0, ACROSS_FIRST = 1;
 
-template <int ORDER, int COLS>
-__device__ __forceinline__ uint32 lane_rows(uint32 tile, int row) {
-  int lane_id = threadIdx.x % 32;
-  int lane_row = ORDER == DOWN_FIRST ? lane_id % 16 : lane_id % 8 + lane_id / 16 * 8;
-  return tile + (row + lane_row) * row_bytes<COLS>();
+// x, of which the compiler does not know that it is what it was: what follows from it is computed
+// anew where it is used, and takes no register from one use to the next.
+__device__ __forceinline__ uint32 fresh(uint32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
-template <int ORDER>
-__device__ __forceinline__ uint32 lane_chunk(int col) {
+// Where this lane points in the piece that begins at (row, col), both multiples of 16.
+template <int ORDER, int COLS>
+__device__ __forceinline__ uint32 lane_address(uint32 tile, int row, int col) {
   int lane_id = threadIdx.x % 32;
-  int half = ORDER == DOWN_FIRST ? lane_id / 16 : lane_id / 8 % 2;
-  return (half ^ lane_id % 8) * 16 ^ col * 2;
+  int lane_row = ORDER == DOWN_FIRST ? lane_id % 16 : lane_id % 8 + lane_id / 16 * 8;
+  int lane_chunk = ORDER == DOWN_FIRST ? lane_id / 16 : lane_id / 8 % 2;
+  int chunk = (lane_chunk + col / 8) ^ lane_id % 8;
+  return tile + (row + lane_row) * row_bytes<COLS>() + chunk * 16;
+}
+
+// The same `down` and `right` pieces further on.
+template <int COLS>
+__device__ __forceinline__ uint32 piece(uint32 address, int down, int right) {
+  return (address ^ right % 4 * 32) + right / 4 * 128 + down * 16 * row_bytes<COLS>();
 }
 
 // Copies a tile of ROWS x COLS, of which rows x cols exist, the rest becoming 0; it is there after
@@ -102,11 +110,26 @@ __device__ __forceinline__ void load_tile(uint32 tile,
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += LANES) {
       int chunk = threadIdx.x % LANES + c;
-      int existing = row + r < rows ? max(0, min(16, 2 * cols - 16 * chunk)) : 0;
+      bool exists = row + r < rows && 8 * chunk < cols;
       uint32 to = tile + (row + r) * row_bytes<COLS>() + (chunk ^ (row + r) % 8) * 16;
-      cp_async<16>(to, from + 8 * chunk, existing);
+      cp_async<16>(to, from + 8 * chunk, exists);
     }
     from += STEP * row_stride;
+  }
+}
+
+// Changes the sign of what this thread has copied into a tile of T with load_tile.
+template <int ROWS, int COLS, int THREADS>
+__device__ __forceinline__ void negate_copied(char* tile) {
+  constexpr int CHUNKS = COLS / 8;
+  constexpr int LANES = (CHUNKS & -CHUNKS) < 16 ? (CHUNKS & -CHUNKS) : 16;
+  cp_async_wait_all();
+  for (int row = threadIdx.x / LANES; row < ROWS; row += THREADS / LANES) {
+    for (int chunk = threadIdx.x % LANES; chunk < CHUNKS; chunk += LANES) {
+      uint4* at = reinterpret_cast<uint4*>(tile + row * row_bytes<COLS>() + (chunk ^ row % 8) * 16);
+      uint4 x = *at;
+      *at = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+    }
   }
 }
 
@@ -161,108 +184,79 @@ __device__ __forceinline__ void store_accumulators(char* rows,
   }
 }
 
-// acc += sum over d < DEPTH of a[row][d] * b[col][d], both ACROSS_FIRST but a DOWN_FIRST.
+// Two columns of accumulators, n and n + 1, += a column of pieces times a piece.
+template <typename T, int M, int N>
+__device__ __forceinline__ void multiply_pieces(float (&acc)[M][N][4],
+                                                int n,
+                                                const uint32 (&a)[M][4],
+                                                const uint32 (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    mma_m16n8k16<T>(acc[m][n], a[m], b[0], b[1]);
+    mma_m16n8k16<T>(acc[m][n + 1], a[m], b[2], b[3]);
+  }
+}
+
+// acc += sum over d < DEPTH of a[row][d] * b[col][d]; a is DOWN_FIRST and b ACROSS_FIRST.
 template <typename T, int DEPTH, int A_COLS, int B_COLS, int BESIDE, int M, int N>
-__device__ __forceinline__ void multiply_nt(float (&acc)[M][N][4],
-                                            uint32 a_rows,
-                                            uint32 a_chunk,
-                                            uint32 b_rows,
-                                            uint32 b_chunk) {
+__device__ __forceinline__ void multiply_nt(float (&acc)[M][N][4], uint32 a_tile, uint32 b_tile) {
 #pragma unroll
   for (int d = 0; d < DEPTH / 16; ++d) {
     uint32 a[M][4], b[4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      ldmatrix_x4(a[m], a_rows + m * 16 * row_bytes<A_COLS>() + (a_chunk ^ d * 32));
-    }
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], piece<A_COLS>(a_tile, m, d));
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      ldmatrix_x4(b, b_rows + n / 2 * BESIDE * 16 * row_bytes<B_COLS>() + (b_chunk ^ d * 32));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_m16n8k16<T>(acc[m][n], a[m], b[0], b[1]);
-        mma_m16n8k16<T>(acc[m][n + 1], a[m], b[2], b[3]);
-      }
+      ldmatrix_x4(b, piece<B_COLS>(b_tile, n / 2 * BESIDE, d));
+      multiply_pieces<T>(acc, n, a, b);
     }
   }
 }
 
-// acc += sum over d < DEPTH of a[row][d] * b[d][col], both DOWN_FIRST.
+// acc += sum over d < DEPTH of a[row][d] * b[d][col]; both are DOWN_FIRST.
 template <typename T, int DEPTH, int A_COLS, int B_COLS, int BESIDE, int M, int N>
-__device__ __forceinline__ void multiply_nn(float (&acc)[M][N][4],
-                                            uint32 a_rows,
-                                            uint32 a_chunk,
-                                            uint32 b_rows,
-                                            uint32 b_chunk) {
+__device__ __forceinline__ void multiply_nn(float (&acc)[M][N][4], uint32 a_tile, uint32 b_tile) {
 #pragma unroll
   for (int d = 0; d < DEPTH / 16; ++d) {
     uint32 a[M][4], b[4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      ldmatrix_x4(a[m], a_rows + m * 16 * row_bytes<A_COLS>() + (a_chunk ^ d * 32));
-    }
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], piece<A_COLS>(a_tile, m, d));
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      ldmatrix_x4_trans(b, b_rows + d * 16 * row_bytes<B_COLS>() + (b_chunk ^ n * BESIDE * 16));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_m16n8k16<T>(acc[m][n], a[m], b[0], b[1]);
-        mma_m16n8k16<T>(acc[m][n + 1], a[m], b[2], b[3]);
-      }
+      ldmatrix_x4_trans(b, piece<B_COLS>(b_tile, d, n / 2 * BESIDE));
+      multiply_pieces<T>(acc, n, a, b);
     }
   }
 }
 
 // acc += sum over d < DEPTH of a[d][row] * b[d][col]; a is ACROSS_FIRST and b DOWN_FIRST.
 template <typename T, int DEPTH, int A_COLS, int B_COLS, int BESIDE, int M, int N>
-__device__ __forceinline__ void multiply_tn(float (&acc)[M][N][4],
-                                            uint32 a_rows,
-                                            uint32 a_chunk,
-                                            uint32 b_rows,
-                                            uint32 b_chunk) {
+__device__ __forceinline__ void multiply_tn(float (&acc)[M][N][4], uint32 a_tile, uint32 b_tile) {
 #pragma unroll
   for (int d = 0; d < DEPTH / 16; ++d) {
     uint32 a[M][4], b[4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      ldmatrix_x4_trans(a[m], a_rows + d * 16 * row_bytes<A_COLS>() + (a_chunk ^ m * 32));
-    }
+    for (int m = 0; m < M; ++m) ldmatrix_x4_trans(a[m], piece<A_COLS>(a_tile, d, m));
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      ldmatrix_x4_trans(b, b_rows + d * 16 * row_bytes<B_COLS>() + (b_chunk ^ n * BESIDE * 16));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_m16n8k16<T>(acc[m][n], a[m], b[0], b[1]);
-        mma_m16n8k16<T>(acc[m][n + 1], a[m], b[2], b[3]);
-      }
+      ldmatrix_x4_trans(b, piece<B_COLS>(b_tile, d, n / 2 * BESIDE));
+      multiply_pieces<T>(acc, n, a, b);
     }
   }
 }
 
-// acc += p b, where p[row][d] are accumulators, rounded to T here: they have the layout of an a.
-template <typename T, int B_COLS, int M, int N, int D>
-__device__ __forceinline__ void multiply_accumulators_n(float (&acc)[M][N][4],
-                                                        const float (&p)[M][D][4],
-                                                        uint32 b_rows,
-                                                        uint32 b_chunk) {
+// acc += a b, where a[d] is in registers, a piece for each row of pieces; b is DOWN_FIRST.
+template <typename T, int B_COLS, int D, int M, int N>
+__device__ __forceinline__ void multiply_rn(float (&acc)[M][N][4],
+                                            const uint32 (&a)[D][M][4],
+                                            uint32 b_tile) {
 #pragma unroll
-  for (int d = 0; d < D; d += 2) {
-    uint32 a[M][4], b[4];
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[m][i] = cvt_rn_x2<T>(p[m][d + i / 2][i % 2 * 2], p[m][d + i / 2][i % 2 * 2 + 1]);
-      }
-    }
+  for (int d = 0; d < D; ++d) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      ldmatrix_x4_trans(b, b_rows + d * 8 * row_bytes<B_COLS>() + (b_chunk ^ n * 16));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_m16n8k16<T>(acc[m][n], a[m], b[0], b[1]);
-        mma_m16n8k16<T>(acc[m][n + 1], a[m], b[2], b[3]);
-      }
+      uint32 b[4];
+      ldmatrix_x4_trans(b, piece<B_COLS>(b_tile, d, n / 2));
+      multiply_pieces<T>(acc, n, a[d], b);
     }
   }
 }

@@ -10,19 +10,23 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 }
 
 // Copies BYTES (4, 8 or 16) from global to shared memory without passing through registers; both
-// addresses must be multiples of BYTES. Only the first `existing` bytes are read, and zeros are
-// written for the rest. The copy is done for the thread that started it after cp_async_wait_all,
+// addresses must be multiples of BYTES. Where exists is false nothing is read and zeros are
+// written. The copy is done for the thread that started it after cp_async_wait_all,
 // for others only after a barrier that follows.
 template <int BYTES>
-__device__ __forceinline__ void cp_async(uint32 shared, const void* global, int existing) {
+__device__ __forceinline__ void cp_async(uint32 shared, const void* global, bool exists) {
   if constexpr (BYTES == 16) {  // past L1: nobody else on this multiprocessor wants it
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-                 "r"(existing)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred absent; setp.eq.s32 absent, %2, 0; "
+        "cp.async.cg.shared.global [%0], [%1], 16, absent;}" ::"r"(shared),
+        "l"(global), "r"(int(exists))
+        : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared), "l"(global),
-                 "r"(existing), "n"(BYTES)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred absent; setp.eq.s32 absent, %2, 0; "
+        "cp.async.ca.shared.global [%0], [%1], %3, absent;}" ::"r"(shared),
+        "l"(global), "r"(int(exists)), "n"(BYTES)
+        : "memory");
   }
 }
 

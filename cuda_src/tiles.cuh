@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_tile(acc_t<T>* tile,
         if (row + r >= ROWS) break;
       }
       if constexpr (ASYNC) {
-        cp_async<VEC * sizeof(T)>(shared_address(to), from, exists ? VEC * sizeof(T) : 0);
+        cp_async<VEC * sizeof(T)>(shared_address(to), from, exists);
       } else if constexpr (VEC == 1) {
         *to = exists ? to_acc(*from) : Acc(0);
       } else {

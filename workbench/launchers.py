@@ -7,6 +7,7 @@ launcher only computes; `Plan` binds what it returned to a GPU, once, and then r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,11 +203,10 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
         return acc_bytes * sum(size(*shape) for shape in held) + (0 if forward else 16)
 
     tiles = FLASH_SIMT_TILES.get((forward, problem.acc_dtype, dims[0]), ())
-    roomy = [tile for tile in tiles if not features(problem) & ~tile.features]
-    if not roomy:
+    usable = _usable(tiles, problem, arch, shared_memory)
+    if not usable:
         raise NotWrittenError(f"it has no {problem.dtype} tiles for head_dim {dims[0]}")
-    fitting = [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)]
-    tile = (fitting or roomy[-1:])[0]
+    tile = usable[0]
     # cp.async copies bytes, so it loads no dtype that has to be converted; sm_75 has none.
     cp_async = int(problem.dtype == problem.acc_dtype and int(arch.removeprefix("sm_")) >= 80)
     constants = (
@@ -248,10 +248,11 @@ def attention_flash_mma(problem: Problem, arch: str) -> Work:
 
 def _flash_mma_dims(problem: Problem) -> tuple[int, int]:
     """The head_dim and head_dim_v that tiles have room for."""
-    return tuple(  # type: ignore[return-value]
-        next(size for size in (64, 96, 128, 192, 256, dim) if size >= dim)
-        for dim in (problem.head_dim, problem.head_dim_v)
-    )
+
+    def padded(head_dim: int) -> int:
+        return next(size for size in (64, 96, 128, 192, 256, head_dim) if size >= head_dim)
+
+    return padded(problem.head_dim), padded(problem.head_dim_v)
 
 
 def _tile_bytes(rows: int, cols: int) -> int:
@@ -259,11 +260,12 @@ def _tile_bytes(rows: int, cols: int) -> int:
     return rows * cdiv(cols, 64) * 128
 
 
-def _choose(tiles: tuple[Tile, ...], problem: Problem, arch: str, shared_memory: Any) -> Tile:
-    """The first tile whose registers and shared memory suffice, or the last one."""
+def _usable(
+    tiles: tuple[Tile, ...], problem: Problem, arch: str, shared_memory: Callable[[Tile], int]
+) -> list[Tile]:
+    """The tiles whose registers and shared memory suffice; if there are none, the last one."""
     roomy = [tile for tile in tiles if not features(problem) & ~tile.features]
-    fitting = [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)]
-    return (fitting or roomy[-1:])[0]
+    return [tile for tile in roomy if shared_memory(tile) <= shared_limit(arch)] or roomy[-1:]
 
 
 def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
@@ -277,29 +279,39 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
         )
 
     rows, heads, values = _rows_of_a_head(problem)
-    parallel = problem.batch * heads * cdiv(rows, 16)
-    splits = 1
-    if rows <= 16:
-        tile = FEW_QUERIES
-        splits = max(1, min(cdiv(problem.seqlen_k, tile.block_n), cdiv(SPLIT_BLOCKS, parallel)))
+    heads_total = problem.batch * heads
+    if rows <= FEW_QUERIES[0].block_m:
+        long = heads_total * (problem.seqlen_k // FEW_QUERIES[0].block_n) >= SPLIT_BLOCKS // 2
+        tile = FEW_QUERIES[0] if long else FEW_QUERIES[1]
+        wanted, shortest = SPLIT_BLOCKS, tile.block_n
     else:
-        tile = _choose(FLASH_MMA_TILES[True, max(dims)], problem, arch, shared_memory)
+        tiles = FLASH_MMA_TILES[True, max(dims)]
+        if heads_total * cdiv(rows, tiles[0].block_m) < FULL_GRID:
+            tiles = tuple(tile for tile in tiles if tile.block_m <= 64)
+        tiles = _usable(tiles, problem, arch, shared_memory)
+        # Of tiles as high as the first, the one that wastes least on keys that do not exist.
+        tile = min(
+            (tile for tile in tiles if tile.block_m == tiles[0].block_m),
+            key=lambda tile: cdiv(problem.seqlen_k, tile.block_n) * tile.block_n,
+        )
+        wanted, shortest = FULL_GRID, SPLIT_KEYS
+    blocks = heads_total * cdiv(rows, tile.block_m)
+    splits = max(1, min(wanted // max(1, blocks), problem.seqlen_k // shortest))
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
         ("SPLIT", int(splits > 1)), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry("attention_flash_mma_fwd", "attention_flash_mma_fwd", constants, FLASH_MMA_FWD)
-    grid = problem.batch * heads * cdiv(rows, tile.block_m) * splits
-    forward = Launch(entry, grid, tile.threads, shared_memory(tile), values)
+    forward = Launch(entry, blocks * splits, tile.threads, shared_memory(tile), values)
     if splits == 1:
         return Work((forward,))
     shape = (splits, problem.batch, problem.heads_q, problem.seqlen_q)
-    constants = (("T", problem.dtype), ("HEAD_DIM_V", dims[1]))
-    entry = Entry("attention_merge", "attention_merge", constants, ATTENTION_MERGE)
-    grid = cdiv(math.prod(shape[1:]) * dims[1], 128)
+    threads = 256
+    merged = (("T", problem.dtype), ("HEAD_DIM_V", dims[1]), ("THREADS", threads))
+    entry = Entry("attention_merge", "attention_merge", merged, ATTENTION_MERGE)
     return Work(
-        (forward, Launch(entry, grid, 128, values=(("splits", splits),))),
+        (forward, Launch(entry, math.prod(shape[1:]), threads, values=(("splits", splits),))),
         (
             Workspace("out_parts", (*shape, dims[1]), problem.acc_dtype),
             Workspace("lse_parts", shape, problem.acc_dtype),
@@ -343,17 +355,22 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
         scores = _tile_bytes(tile.block_m, tile.block_n)
         return keys + 2 * scores + 2 * (queries + 2 * tile.block_m * 4)
 
-    tile = _choose(FLASH_MMA_TILES[False, max(dims)], problem, arch, shared_memory)
+    tiles = FLASH_MMA_TILES[False, max(dims)]
+    heads_total = problem.batch * problem.heads_kv
+    blocks = heads_total * cdiv(problem.seqlen_k, tiles[0].block_n)
+    if blocks < FULL_GRID and problem.seqlen_q <= SHORT:
+        tiles = tiles[-1:]
+    tile = _usable(tiles, problem, arch, shared_memory)[0]
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
         ("DETERMINISTIC", int(problem.deterministic)), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry("attention_flash_mma_bwd", "attention_flash_mma_bwd", constants, FLASH_MMA_BWD)
-    grid = problem.batch * problem.heads_kv * cdiv(problem.seqlen_k, tile.block_n)
+    grid = heads_total * cdiv(problem.seqlen_k, tile.block_n)
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
-    constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
-    rounding = Entry("attention_dq", "attention_dq", constants, ATTENTION_DQ)
+    rounded = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
+    rounding = Entry("attention_dq", "attention_dq", rounded, ATTENTION_DQ)
     delta, delta_space = _delta(problem)
     return Work(
         (
@@ -404,23 +421,35 @@ FLASH_SIMT_TILES = {
 }
 
 
-# (forward, larger padded head_dim) -> tiles, as above. The first tiles of the backward take the
-# shared memory of sm_80 or sm_90, the others that of the GPUs with less.
+# (forward, larger padded head_dim) -> tiles, as above. Only those of 64 rows (backward: 32 keys) are
+# for grids that would not keep every multiprocessor busy.
 FLASH_MMA_TILES = {
-    (True, 64): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
-    (True, 96): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
-    (True, 128): (Tile(128, 64, 128, RANGE), Tile(64, 64, 128)),
+    (True, 64): (
+        Tile(128, 128, 128, RANGE), Tile(128, 112, 128, RANGE),
+        Tile(64, 96, 128, RANGE), Tile(64, 112, 128, RANGE), Tile(64, 64, 128),
+    ),
+    (True, 96): (Tile(128, 64, 128, RANGE), Tile(64, 96, 128, RANGE), Tile(64, 64, 128)),
+    (True, 128): (Tile(128, 64, 128, RANGE), Tile(64, 96, 128, RANGE), Tile(64, 64, 128)),
     (True, 192): (Tile(64, 64, 128),),
     (True, 256): (Tile(64, 64, 128),),
-    (False, 64): (Tile(128, 128, 256), Tile(64, 128, 256)),
-    (False, 96): (Tile(64, 128, 256), Tile(32, 64, 128)),
-    (False, 128): (Tile(64, 128, 256), Tile(32, 64, 128)),
-    (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256)),
-    (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256)),
-}
-# Few queries: a warp a block, many blocks a multiprocessor, so that loads are always under way.
-FEW_QUERIES = Tile(16, 64, 32)
-SPLIT_BLOCKS = 2048  # to split the keys into, enough to keep every multiprocessor busy
+    (False, 64): (Tile(128, 128, 256, RANGE), Tile(64, 128, 256), Tile(32, 32, 64)),
+    (False, 96): (
+        Tile(64, 128, 256, RANGE), Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 64)
+    ),
+    (False, 128): (
+        Tile(64, 128, 256, RANGE), Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 64)
+    ),
+    (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
+    (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
+}  # fmt: skip
+FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
+SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
+# Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under
+# way; for long sequences and for short ones. Keys are split until there are as many blocks as keep
+# a large GPU busy; with more queries, while each block has as many keys as are worth a merge.
+FEW_QUERIES = (Tile(16, 64, 32), Tile(16, 32, 32))
+SPLIT_BLOCKS = 512
+SPLIT_KEYS = 512
 
 
 def _padded(head_dim: int) -> int:

@@ -103,9 +103,9 @@ def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     target, source, size, *rest = instruction.operands
     if not isinstance(size, Imm):
         raise UnknownInstructionError(instruction.opcode)
-    if rest and isinstance(rest[0], Reg) and rest[0].kind == "pred":
-        raise UnknownInstructionError(instruction.opcode)
-    length = decoder.get(rest[0] if rest else size, "u32")
+    # The last operand is how many bytes to read, or a predicate that says to read none.
+    ignored = rest and isinstance(rest[0], Reg) and rest[0].kind == "pred"
+    length = decoder.get(rest[0] if rest else size, "pred" if ignored else "u32")
     read, read_byte = (Access(pc, "global", n, False) for n in (size.value, 1))
     write = Access(pc, "shared", size.value, True, native.FLYING)
     to, come_from = addresses_of(decoder, target), addresses_of(decoder, source)
@@ -113,6 +113,8 @@ def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     def start(chunk: Chunk, group: Group) -> None:
         lanes = group.lanes
         lengths = chunk.of_lanes(length(chunk.registers), group).astype(np.int64)
+        if ignored:
+            lengths = np.where(lengths, 0, read.size)
         where, sources = come_from(chunk, group), np.zeros(lanes.size, np.int64)
         whole, part = lengths >= read.size, (lengths > 0) & (lengths < read.size)
         if whole.any():

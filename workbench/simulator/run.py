@@ -131,9 +131,10 @@ def run(
     for launch in work.launches:
         if launch.grid == 0:
             continue
+        arguments = launch.entry.signature.pack(values | dict(launch.values))
         started = engine.Launch(
             load(language, launch.entry), launch.grid, launch.block, launch.shared_memory,
-            launch.entry.signature.pack(values | dict(launch.values)), memory, checker, _options.max_steps,
+            arguments, memory, checker, _options.max_steps,
         )  # fmt: skip
         engine.run(started)
         for records in _recordings:
