@@ -288,10 +288,10 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
         tiles = FLASH_MMA_TILES[True, max(dims)]
         if heads_total * cdiv(rows, tiles[0].block_m) < FULL_GRID:
             tiles = tuple(tile for tile in tiles if tile.block_m <= 64)
-        tiles = _usable(tiles, problem, arch, shared_memory)
+        usable = _usable(tiles, problem, arch, shared_memory)
         # Of tiles as high as the first, the one that wastes least on keys that do not exist.
         tile = min(
-            (tile for tile in tiles if tile.block_m == tiles[0].block_m),
+            (tile for tile in usable if tile.block_m == usable[0].block_m),
             key=lambda tile: cdiv(problem.seqlen_k, tile.block_n) * tile.block_n,
         )
         wanted, shortest = FULL_GRID, SPLIT_KEYS
@@ -421,8 +421,8 @@ FLASH_SIMT_TILES = {
 }
 
 
-# (forward, larger padded head_dim) -> tiles, as above. Only those of 64 rows (backward: 32 keys) are
-# for grids that would not keep every multiprocessor busy.
+# (forward, larger padded head_dim) -> tiles, as above. Only those of 64 rows, in the backward of 32
+# keys, are for grids that would not keep every multiprocessor busy.
 FLASH_MMA_TILES = {
     (True, 64): (
         Tile(128, 128, 128, RANGE), Tile(128, 112, 128, RANGE),

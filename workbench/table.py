@@ -188,12 +188,15 @@ _EVERYTHING: dict[str, Any] = {name: value for option in _EACH for name, value i
 
 
 def _attention_problems() -> Iterator[Problem]:
+    # Enough for the tiles of large problems.
+    sizes = {"batch": 64, "heads_q": 4, "heads_kv": 2, "seqlen_q": 200, "seqlen_k": 300}
+
     def problems(dtype: str, head_dim: int, **options: Any) -> Iterator[Problem]:
         for op in ("attention", "attention_backward"):
             dbias = op == "attention_backward" and options.get("has_bias", False)
             yield Problem(
-                op, dtype, 2, 4, 2, 200, 300, head_dim, head_dim, head_dim**-0.5,
-                return_dbias=dbias, **options,
+                op, dtype, scale=head_dim**-0.5, return_dbias=dbias,
+                **sizes | {"head_dim": head_dim, "head_dim_v": head_dim} | options,
             )  # fmt: skip
 
     for dtype in ALL_DTYPES:
@@ -203,7 +206,17 @@ def _attention_problems() -> Iterator[Problem]:
             yield from problems(dtype, head_dim, **_EVERYTHING)
         yield from problems(dtype, 40, **_EVERYTHING, alignment=2)
     for option in _EACH[1:]:
-        yield from problems("float32", 64, **option)
+        for dtype in ("bfloat16", "float32"):
+            yield from problems(dtype, 64, **option)
+    # What tensor cores have of their own: small grids, split keys, other widths, an order of dq.
+    for head_dim in (64, 128, 256):
+        yield from problems("bfloat16", head_dim, batch=1, **_RANGE)
+    for head_dim in (96, 192):
+        yield from problems("bfloat16", head_dim, **_RANGE)
+    few = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
+    yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
+    yield from problems("bfloat16", 128, **few | {"batch": 4})
+    yield from problems("bfloat16", 128, deterministic=True, **_RANGE)
 
 
 def _vector_problems() -> Iterator[VectorProblem]:
