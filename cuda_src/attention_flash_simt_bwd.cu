@@ -17,13 +17,16 @@
 #include "scores.cuh"
 #include "tiles.cuh"
 
-// How the warps of a block share ROWS x COLS results: a thread has 2W rows, if there are as many
-// and it leaves a column for everybody.
+// How the warps of a block share ROWS x COLS results: a thread has 2W rows, or fewer so that it has
+// W columns.
 template <typename Acc, int ROWS, int COLS, int THREADS>
 struct Share {
-  static constexpr int WARPS = THREADS / 32;
-  static constexpr int WANTED = ROWS / (8 * vec_length<Acc>()), LEAST = cdiv(8 * WARPS, COLS);
-  static constexpr int WARPS_ROWS = WANTED < LEAST ? LEAST : WANTED < WARPS ? WANTED : WARPS;
+  static constexpr int WARPS = THREADS / 32, SPAN = 8 * vec_length<Acc>();
+  static constexpr int TALL = ROWS / SPAN;  // warps above each other for 2W rows a thread
+  static constexpr int WIDE = cdiv(SPAN * WARPS, COLS);  // and for W columns
+  static constexpr int WANTED = TALL > WIDE ? TALL : WIDE;
+  static constexpr int MOST = ROWS / 4 < WARPS ? ROWS / 4 : WARPS;
+  static constexpr int WARPS_ROWS = WANTED < MOST ? WANTED : MOST;
   static constexpr int WARPS_COLS = WARPS / WARPS_ROWS;
   static constexpr int R = ROWS / (4 * WARPS_ROWS), C = COLS / (8 * WARPS_COLS);
 
@@ -106,9 +109,10 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   __syncthreads();
   int64 ticket = *ticket_smem;
   int64 heads_total = batch * heads_kv;
-  int heads_each = int(heads_q / heads_kv);
-  int batch_index = int(ticket % heads_total / heads_kv);
-  int head_kv = int(ticket % heads_kv);
+  // Unsigned where they are made 64 bits long: that takes no registers.
+  uint32 heads_each = heads_q / heads_kv;
+  uint32 batch_index = ticket % heads_total / heads_kv;
+  uint32 head_kv = ticket % heads_kv;
   int k_tile = int(ticket / heads_total);
   int k_start = k_tile * BLOCK_N;
 
@@ -118,8 +122,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
   int tile_first = q_first / BLOCK_M;
   int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
-  int steps = heads_each * (tile_end - tile_first);
-  int head = head_kv * heads_each;
+  int steps = int(heads_each) * (tile_end - tile_first);
+  uint32 head = head_kv * heads_each;
   int q_tile = tile_end - 1;  // last to first, then on to the next head
 
   // 2. Load the K and V tiles
@@ -148,7 +152,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   int turn_taken = 0, turn = 0;
   for (; steps > 0; --steps) {
     int q_start = q_tile * BLOCK_M;
-    int query_head = batch_index * int(heads_q) + head;
+    uint32 query_head = batch_index * uint32(heads_q) + head;
     // 4a. Load q, dout, lse and delta
     Acc row_lse[ROWS], row_delta[ROWS];
     load_rows<ROWS>(row_lse, lse + query_head * seqlen_q, q_start + first_row, band.q_length);
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
     __syncthreads();  // p and dout are free
     bool same_head = q_tile > tile_first;
     int next_tile = same_head ? q_tile - 1 : tile_end - 1;
-    int next_head = same_head ? head : head + 1;
+    uint32 next_head = same_head ? head : head + 1;
     int next_start = next_tile * BLOCK_M;
     if (steps > 1) {
       load_tile<T, BLOCK_M, HEAD_DIM_V, VEC, ASYNC, THREADS>(
@@ -225,8 +229,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
 
     // 4e. dk += ds^T q
     turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;
-    int query_tile = query_head * tiles_q + q_tile;
-    turn_taken = 1 + query_tile;
+    uint32 query_tile = query_head * tiles_q + q_tile;
+    turn_taken = int(1 + query_tile);
     if (threadIdx.x == 0) {
       while (ld_acquire(turns + turn_taken) != turn) {
       }
@@ -295,7 +299,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
   if (k_tile > 0) return;
   for (int q_start = 0; q_start < seqlen_q; q_start += BLOCK_M) {
     if (first_key<FEATURES>(band, q_start) < last_key<FEATURES>(band, q_start + BLOCK_M)) continue;
-    for (int h = head_kv * heads_each; h < (head_kv + 1) * heads_each; ++h) {
+    for (uint32 h = head_kv * heads_each; h < (head_kv + 1) * heads_each; ++h) {
       for (int row = q_start; row < min(int64(q_start + BLOCK_M), seqlen_q); ++row) {
         for (int col = threadIdx.x; col < head_dim; col += THREADS) {
           dq[offset_of(dq_strides, batch_index, h, row) + col] = from_acc<T>(Acc(0));

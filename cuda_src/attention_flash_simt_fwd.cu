@@ -64,9 +64,10 @@ __global__ void __launch_bounds__(THREADS, THREADS < 256 ? 256 / THREADS : 1)
 
   // 1. Which rows are ours
   int64 heads_total = batch * heads_q;
-  int batch_index = int(blockIdx.x % heads_total / heads_q);
-  int head = int(blockIdx.x % heads_q);
-  int head_kv = head / int(heads_q / heads_kv);
+  // Unsigned where they are made 64 bits long: that takes no registers.
+  uint32 batch_index = blockIdx.x % heads_total / heads_q;
+  uint32 head = blockIdx.x % heads_q;
+  uint32 head_kv = head / (heads_q / heads_kv);
   int q_start = int(cdiv(seqlen_q, int64(BLOCK_M)) - 1 - blockIdx.x / heads_total) * BLOCK_M;
   int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
   int first_row = warp_id * WARP_ROWS + lane_row<LANES_ROWS>(lane_id) * group<Acc, ROWS>();

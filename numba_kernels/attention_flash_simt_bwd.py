@@ -62,12 +62,13 @@ from .tiles import (
 )
 
 
-# How the warps of a block share ROWS x COLS results: a thread has 2W rows, if there are as many
-# and it leaves a column for everybody. Gives its rows and columns, and functions for the first.
+# How the warps of a block share ROWS x COLS results: a thread has 2W rows, or fewer so that it has
+# W columns. Gives their numbers, and functions for the first of each.
 def share(Acc, ROWS, COLS, THREADS):
-    WARPS = THREADS // 32
-    WANTED, LEAST = ROWS // (8 * vec_length(Acc)), -(-8 * WARPS // COLS)
-    WARPS_ROWS = min(max(WANTED, LEAST), WARPS)
+    WARPS, SPAN = THREADS // 32, 8 * vec_length(Acc)
+    TALL = ROWS // SPAN  # warps above each other for 2W rows a thread
+    WIDE = -(-SPAN * WARPS // COLS)  # and for W columns
+    WARPS_ROWS = min(max(TALL, WIDE), ROWS // 4, WARPS)
     WARPS_COLS = WARPS // WARPS_ROWS
     R, C = ROWS // (4 * WARPS_ROWS), COLS // (8 * WARPS_COLS)
     R_GROUP, C_GROUP = group(Acc, R), group(Acc, C)
@@ -91,7 +92,7 @@ def attention_flash_simt_bwd(
     T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES, VEC, ASYNC, THREADS
 ):
     Acc = acc_t(T)
-    int32, int64 = types.int32, types.int64
+    int32, uint32, int64 = types.int32, types.uint32, types.int64
     W = vec_length(Acc)
     ROWS, KEYS, s_row, s_col = share(Acc, BLOCK_M, BLOCK_N, THREADS)  # scores
     K_ROWS, K_COLS, k_row, k_col = share(Acc, BLOCK_N, HEAD_DIM, THREADS)  # dk
@@ -178,9 +179,10 @@ def attention_flash_simt_bwd(
         cuda.syncthreads()
         ticket = shared_ints[TICKET_SMEM]
         heads_total = batch * heads_kv
-        heads_each = int32(div(heads_q, heads_kv))
-        batch_index = int32(div(rem(ticket, heads_total), heads_kv))
-        head_kv = int32(rem(ticket, heads_kv))
+        # Unsigned where they are made 64 bits long: that takes no registers.
+        heads_each = uint32(div(heads_q, heads_kv))
+        batch_index = uint32(div(rem(ticket, heads_total), heads_kv))
+        head_kv = uint32(rem(ticket, heads_kv))
         k_tile = int32(div(ticket, heads_total))
         k_start = int32(k_tile * BLOCK_N)
 
@@ -191,7 +193,7 @@ def attention_flash_simt_bwd(
         tile_first = int32(div(q_first, BLOCK_M))
         tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
         steps = int32(heads_each * (tile_end - tile_first))
-        head = int32(head_kv * heads_each)
+        head = uint32(head_kv * heads_each)
         q_tile = int32(tile_end - 1)  # last to first, then on to the next head
 
         # 2. Load the K and V tiles
@@ -221,7 +223,7 @@ def attention_flash_simt_bwd(
         turn_taken, turn = int32(0), int32(0)
         while steps > 0:
             q_start = int32(q_tile * BLOCK_M)
-            query_head = int32(batch_index * heads_q + head)
+            query_head = uint32(batch_index * heads_q + head)
             # 4a. Load q, dout, lse and delta
             lse_from = advance(lse, query_head * seqlen_q)
             load_rows(row_lse, lse_from, q_start + first_row, band.q_length)
@@ -281,7 +283,7 @@ def attention_flash_simt_bwd(
             cuda.syncthreads()  # p and dout are free
             same_head = q_tile > tile_first
             next_tile = int32(q_tile - 1 if same_head else tile_end - 1)
-            next_head = int32(head if same_head else head + 1)
+            next_head = uint32(head if same_head else head + 1)
             next_start = int32(next_tile * BLOCK_M)
             if steps > 1:
                 dout_from = advance(
@@ -301,7 +303,7 @@ def attention_flash_simt_bwd(
 
             # 4e. dk += ds^T q
             turn = int32(k_tile - div(first_key(FEATURES, band, q_start), BLOCK_N))
-            query_tile = int32(query_head * tiles_q + q_tile)
+            query_tile = uint32(query_head * tiles_q + q_tile)
             turn_taken = int32(1 + query_tile)
             if cuda.threadIdx.x == 0:
                 while ld_acquire(advance(turns, turn_taken)) != turn:

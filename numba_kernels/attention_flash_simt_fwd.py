@@ -119,6 +119,7 @@ def attention_flash_simt_fwd(
 
         # 1. Which rows are ours
         heads_total = batch * heads_q
+        # Unsigned where they are made 64 bits long: that takes no registers.
         batch_index = uint32(div(rem(cuda.blockIdx.x, heads_total), heads_q))
         head = uint32(rem(cuda.blockIdx.x, heads_q))
         head_kv = uint32(div(head, div(heads_q, heads_kv)))
