@@ -45,7 +45,10 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
       if (col + 8 <= head_dim) {
         store16(to, y);
       } else {
-        for (int i = 0; col + i < head_dim; ++i) to[i] = from_acc<T>(y[i]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (col + i < head_dim) to[i] = from_acc<T>(y[i]);
+        }
       }
     }
   }
