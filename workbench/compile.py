@@ -54,6 +54,8 @@ class ToolchainError(RuntimeError):
 
 # ------------------------------------------------------------------------------------ signatures
 
+TENSOR_MAP_WORDS = 16  # of eight bytes, opaque
+
 # What a struct passed by value holds, in order; `Acc*` is float* or, for float64, double*.
 _STRUCTS = {
     "Strides": ("int64 batch", "int64 head", "int64 row"),
@@ -82,7 +84,8 @@ class Signature:
     ----------
     text : str
         Like ``"T* q, Strides q_strides, int64 batch"``; every leaf of it, structs flattened in
-        order, takes eight bytes: a pointer, an int64 or a double.
+        order, takes eight bytes: a pointer, an int64, a double or a word of a tensor map. Tensor
+        maps come first, where they are aligned as they must be.
 
     Attributes
     ----------
@@ -101,7 +104,7 @@ class Signature:
         """The argument buffer, each word cast to its declared type; pointers start as null."""
         words = bytearray()
         for kind, name in self.leaves:
-            if kind.endswith("*"):
+            if kind.endswith("*") or kind == "word":  # put in when a kernel is launched
                 words += struct.pack("<Q", values.get(name, 0))
             elif kind == "double":
                 words += struct.pack("<d", values[name])
@@ -116,6 +119,9 @@ def _type_and_name(text: str) -> tuple[str, str]:
 
 
 def _flatten(kind: str, name: str) -> Iterator[tuple[str, str]]:
+    if kind == "TensorMap":
+        yield from (("word", f"{name}.{i}") for i in range(TENSOR_MAP_WORDS))
+        return
     if kind not in _STRUCTS:
         yield kind, name
         return

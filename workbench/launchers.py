@@ -59,6 +59,9 @@ DBIAS = Signature(
 FLASH_MMA_FWD = _signature(
     "T* q, T* k, T* v, T* out, Acc* lse, Acc* out_parts, Acc* lse_parts", "q k v out"
 )
+FLASH_WGMMA_FWD = _signature(
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse", "out"
+)
 FLASH_MMA_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
     "dout q k v dk dv",
@@ -91,6 +94,14 @@ class NotWrittenError(Exception):
     """A launcher has no instance of its kernel for a problem; the message is a reason."""
 
 
+class TensorMap(NamedTuple):
+    """An argument that tells the copy engine of sm_90 about an array, and how many rows to copy."""
+
+    parameter: str
+    array: str
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch: what to compile and how many threads to start.
@@ -103,6 +114,7 @@ class Launch:
     block: int
     shared_memory: int = 0
     values: tuple[tuple[str, int], ...] = ()
+    maps: tuple[TensorMap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +243,72 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
             Workspace("turns", (1 + queries,), "int32", zeroed=True),
         ),
     )
+
+
+def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
+    """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
+    reasons = [
+        (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
+        (problem.op != "attention", "it computes the forward only"),
+        (bool(features(problem) & ~RANGE), "it takes no mask, bias or softcap"),
+        (problem.scale <= 0, f"it takes a positive scale, not {problem.scale}"),
+        (problem.has_kv_lengths, "it takes no kv_lengths"),
+        (
+            problem.alignment < 16,
+            f"it takes rows at multiples of 16 bytes, not {problem.alignment}",
+        ),
+        (problem.seqlen_q <= 64, "it is for more than 64 queries"),
+        (problem.seqlen_k == 0, "it is for at least one key"),
+        (
+            any(min(strides[:3]) <= 0 for name, strides in problem.strides if name in "qkv"),
+            "it takes no arrays that repeat or run backwards",
+        ),
+    ]
+    if any(declined for declined, _ in reasons):
+        raise NotWrittenError(next(reason for declined, reason in reasons if declined))
+    dims = tuple(
+        next(size for size in (64, 128, 256, dim) if size >= dim)
+        for dim in (problem.head_dim, problem.head_dim_v)
+    )
+    tile, stages = FLASH_WGMMA_TILES[max(dims)], 2
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
+        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
+        ("STAGES", stages), ("THREADS", tile.threads),
+    )  # fmt: skip
+    entry = Entry(
+        "attention_flash_wgmma_fwd", "attention_flash_wgmma_fwd", constants, FLASH_WGMMA_FWD
+    )
+    shared_memory = 2 * (tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
+    barriers = 2 + 4 * stages
+    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    launch = Launch(
+        entry, min(tiles, MULTIPROCESSORS), tile.threads, 1024 + shared_memory + 8 * barriers,
+        maps=(
+            TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
+            TensorMap("v_map", "v", tile.block_n),
+        ),
+    )  # fmt: skip
+    return Work((launch,))
+
+
+def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, Any]:
+    """What ``cuTensorMapEncodeTiled`` is to be told: axes innermost first, strides in bytes.
+
+    A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
+    """
+    heads = problem.heads_q if chosen.array == "q" else problem.heads_kv
+    rows = problem.seqlen_q if chosen.array == "q" else problem.seqlen_k
+    cols = problem.head_dim_v if chosen.array == "v" else problem.head_dim
+    batch_stride, head_stride, row_stride = (2 * s for s in dict(problem.strides)[chosen.array][:3])
+    return {
+        "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
+        "global_address": address, "global_dim": (cols, rows, heads, problem.batch),
+        "global_strides": (row_stride, head_stride, batch_stride),
+        "box_dim": (64, chosen.rows, 1, 1),
+        "element_strides": (1, 1, 1, 1), "interleave": 0, "swizzle": 3, "l2_promotion": 3,
+        "oob_fill": 0,
+    }  # fmt: skip
 
 
 def attention_flash_mma(problem: Problem, arch: str) -> Work:
@@ -442,6 +520,9 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
+# Padded head_dim -> tiles; a warpgroup of producers and one of consumers for each 64 rows.
+FLASH_WGMMA_TILES = {64: Tile(192, 128, 512), 128: Tile(128, 128, 384), 256: Tile(128, 64, 384)}
+MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
 SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
 # Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench import compile as compiler
-from workbench.launchers import Launch, Work, Workspace, argument_values
+from workbench.launchers import (
+    Launch,
+    TensorMap,
+    Work,
+    Workspace,
+    argument_values,
+    tensor_map,
+)
+from workbench.tensormaps import encode_tiled
 
 _WORKSPACE_ALIGNMENT = 256  # bytes, as of any allocation
+_MOST_TENSOR_MAPS = 1024  # of a plan, for as many arrays as a program is likely to go round in
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,7 @@ class _Bound:
     packet: bytes
     words: type[ctypes.Array[ctypes.c_uint64]]
     slots: tuple[tuple[int, str], ...]  # word of the packet, name of the array whose address it is
+    maps: tuple[tuple[int, TensorMap], ...]  # first word of a tensor map, and what it is of
 
 
 class Plan:
@@ -52,6 +62,8 @@ class Plan:
         self._current_device = cupy.cuda.runtime.getDevice
         self._offsets, self._workspace_bytes = _offsets(work.workspaces)
         values = argument_values(problem)
+        self._problem = problem
+        self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
         with cupy.cuda.Device(device):
             self._bound = [
                 _bind(launch, language, device, values) for launch in work.launches if launch.grid
@@ -105,10 +117,23 @@ class Plan:
             words = bound.words.from_buffer_copy(bound.packet)
             for index, name in bound.slots:
                 words[index] = pointers.get(name, 0)
+            for index, chosen in bound.maps:
+                encoded = self._tensor_map(chosen, pointers[chosen.array])
+                ctypes.memmove(ctypes.addressof(words) + 8 * index, encoded, len(encoded))
             launch = bound.launch
             compiler.launch(
                 bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, words
             )
+
+    def _tensor_map(self, chosen: TensorMap, address: int) -> bytes:
+        """A map of an array of this kind of problem; all that differs is where it begins."""
+        encoded = self._tensor_maps.get((chosen, address))
+        if encoded is None:
+            if len(self._tensor_maps) >= _MOST_TENSOR_MAPS:
+                self._tensor_maps.clear()
+            encoded = encode_tiled(**tensor_map(self._problem, chosen, address))
+            self._tensor_maps[chosen, address] = encoded
+        return encoded
 
     def _allocate(self) -> Any:
         """One piece of memory for all workspaces."""
@@ -146,6 +171,10 @@ def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) ->
         packet,
         ctypes.c_uint64 * (len(packet) // 8),
         slots,
+        tuple(
+            (compiler.PACKET_HEADER + signature.slots[f"{chosen.parameter}.0"], chosen)
+            for chosen in launch.maps
+        ),
     )
 
 

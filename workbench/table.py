@@ -95,6 +95,14 @@ class Kernel:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
+        "attention_flash_wgmma",
+        "attention",
+        "Hopper's forward: copies and products in the background",
+        launchers.attention_flash_wgmma,
+        dtypes=("float16", "bfloat16"),
+        max_head_dim=256,
+    ),
+    Kernel(
         "attention_flash_mma",
         "attention",
         "the same on tensor cores, through mma.sync: sm_80 and newer",

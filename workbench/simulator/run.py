@@ -13,7 +13,7 @@ import numpy as np
 from workbench import compile as compiler
 from workbench import launchers
 from workbench.compile import Entry
-from workbench.launchers import Work
+from workbench.launchers import Launch, Work
 from workbench.problem import DTYPES, SIMULATOR_ARCH
 from workbench.simulator import engine
 from workbench.simulator.checks import Checker
@@ -21,6 +21,7 @@ from workbench.simulator.decode import decode
 from workbench.simulator.engine import Code
 from workbench.simulator.memory import Buffer, GlobalMemory
 from workbench.simulator.ptx import parse
+from workbench.simulator.tensormap import encode_tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,9 @@ def run(
     for launch in work.launches:
         if launch.grid == 0:
             continue
-        arguments = launch.entry.signature.pack(values | dict(launch.values))
+        arguments = launch.entry.signature.pack(
+            values | dict(launch.values) | _tensor_maps(launch, problem, memory)
+        )
         started = engine.Launch(
             load(language, launch.entry), launch.grid, launch.block, launch.shared_memory,
             arguments, memory, checker, _options.max_steps,
@@ -140,3 +143,15 @@ def run(
         for records in _recordings:
             records.append(Record(language, launch.entry, started))
     memory.copy_back()
+
+
+def _tensor_maps(launch: Launch, problem: Any, memory: GlobalMemory) -> dict[str, int]:
+    """The words of a launch's tensor maps."""
+    words = {}
+    for chosen in launch.maps:
+        encoded = encode_tiled(
+            **launchers.tensor_map(problem, chosen, memory.addresses[chosen.array])
+        )
+        for i, word in enumerate(np.frombuffer(encoded, np.uint64)):
+            words[f"{chosen.parameter}.{i}"] = int(word)
+    return words

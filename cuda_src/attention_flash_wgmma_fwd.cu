@@ -1,0 +1,365 @@
+// attention_flash_wgmma_fwd: Hopper's forward; one warpgroup copies, others multiply in the background.
+//
+//   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
+//
+// As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
+// accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
+// as the consumers empty it, from one query tile on to the next without a break. And products are
+// wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
+// the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
+// A block stays on its multiprocessor and walks over query tiles; the longest ones come first.
+//
+// Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
+//                each; a block walks over query tiles, from the last row to the first of all heads
+// Shared memory: the Q tile and a ring of STAGES tiles of K and of V, each with a barrier that says
+//                it is full and one that says it is empty
+// Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
+// Twin:          numba_kernels/attention_flash_wgmma_fwd.py
+// Launched by:   workbench/launchers.py, attention_flash_wgmma
+#include "ptx_sm90.cuh"
+#include "scores.cuh"
+
+// A query tile and the keys that some row of it sees.
+struct QueryTile {
+  int batch_index, head, q_start, k_start, k_end;
+};
+
+template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
+__device__ __forceinline__ QueryTile query_tile(const ScoreParams<Acc>& score,
+                                                int64 tile,
+                                                int64 batch,
+                                                int64 heads_q,
+                                                int64 seqlen_q,
+                                                int64 seqlen_k,
+                                                KeyRange& band) {
+  int64 heads_total = batch * heads_q;
+  QueryTile t;
+  t.batch_index = int(tile % heads_total / heads_q);
+  t.head = int(tile % heads_q);
+  t.q_start = int(cdiv(seqlen_q, int64(BLOCK_M)) - 1 - tile / heads_total) * BLOCK_M;
+  band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
+  t.k_start = first_key<FEATURES>(band, t.q_start) / BLOCK_N * BLOCK_N;
+  t.k_end = last_key<FEATURES>(band, t.q_start + BLOCK_M);
+  return t;
+}
+
+// Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void load_tile(uint32 tile,
+                                          const TensorMap& map,
+                                          uint32 full,
+                                          int row,
+                                          int head,
+                                          int batch_index) {
+  mbarrier_arrive_expect_tx(full, ROWS * COLS * 2);
+#pragma unroll
+  for (int col = 0; col < COLS; col += 64) {
+    cp_async_bulk_tensor_4d(tile + col * ROWS * 2, map, full, col, row, head, batch_index);
+  }
+}
+
+// Starts s = q k^T for 64 rows of a Q tile of BLOCK_M.
+template <typename T, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
+  register_fence(s);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < HEAD_DIM; d += 16) {
+    int col = d % 64 * 2;
+    Wgmma<T, BLOCK_N>::ss(s, wgmma_descriptor(q + d / 64 * (BLOCK_M * 128) + col, 16),
+                          wgmma_descriptor(k + d / 64 * (BLOCK_N * 128) + col, 16), d > 0);
+  }
+  wgmma_commit_group();
+}
+
+// Starts acc += p v.
+template <typename T, int BLOCK_N, int DIMS, int PARTS>
+__device__ __forceinline__ void start_output(float (&acc)[PARTS][DIMS / 2],
+                                             uint32 (&p)[BLOCK_N / 4],
+                                             uint32 v) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+  register_fence(p);
+  wgmma_fence();
+#pragma unroll
+  for (int key = 0; key < BLOCK_N; key += 16) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      uint32 from = v + key * 128 + part * (DIMS / 64) * (BLOCK_N * 128);
+      Wgmma<T, DIMS>::rs(acc[part], p + key / 4, wgmma_descriptor(from, BLOCK_N * 128), true);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// Hides what rows and keys do not see of each other; row and col are those of s[0].
+template <int FEATURES, int N, typename Acc>
+__device__ __forceinline__ void hide(float (&s)[N],
+                                     const ScoreParams<Acc>& score,
+                                     KeyRange band,
+                                     int row,
+                                     int col) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (!sees<FEATURES>(score, band, 0, 0, row + i % 4 / 2 * 8, col + i / 4 * 8 + i % 2))
+      s[i] = -INF;
+  }
+}
+
+// s becomes p; rescale is what the sums so far have to be multiplied by.
+template <int N>
+__device__ __forceinline__ void running_softmax(float (&s)[N],
+                                                float (&row_max)[2],
+                                                float (&row_sum)[2],
+                                                float (&rescale)[2],
+                                                float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float tile_max = -INF;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += 4) tile_max = max(tile_max, max(s[i], s[i + 1]));
+    float new_max = max(row_max[half], warp_max<4>(tile_max) * to_log2);
+    float subtrahend = finite_or_zero(new_max);
+    rescale[half] = ex2_approx(row_max[half] - subtrahend);
+    row_max[half] = new_max;
+    float sum = 0;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += 4) {
+      s[i] = ex2_approx(s[i] * to_log2 - subtrahend);
+      s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend);
+      sum += s[i] + s[i + 1];
+    }
+    row_sum[half] = row_sum[half] * rescale[half] + sum;
+  }
+}
+
+// Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
+// exchange chunks of eight columns until each has whole ones.
+template <typename T, int N>
+__device__ __forceinline__ void store_rows(T* out,
+                                           int64 row_stride,
+                                           const float (&acc)[N],
+                                           const float (&factor)[2],
+                                           int rows,
+                                           int cols) {
+  int lane_id = threadIdx.x % 32, quarter = lane_id % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int chunk = 0; chunk < N / 4; chunk += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = acc + 4 * (chunk + i) + 2 * half;
+        x[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & bit) continue;
+          bool upper = quarter & bit;
+          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+          (upper ? x[i] : x[i + bit]) = other;
+        }
+      }
+      int row = lane_id / 4 + 8 * half, col = 8 * (chunk + quarter);
+      if (row >= rows) continue;
+      T* to = out + row * row_stride + col;
+      if (col + 8 <= cols) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (col + i < cols) to[i] = reinterpret_cast<const T*>(x)[i];
+        }
+      }
+    }
+  }
+}
+
+template <typename T,
+          int BLOCK_M,
+          int BLOCK_N,
+          int HEAD_DIM,
+          int HEAD_DIM_V,
+          int FEATURES,
+          int STAGES,
+          int THREADS>
+__global__ void __launch_bounds__(THREADS, 1)
+    attention_flash_wgmma_fwd(const __grid_constant__ TensorMap q_map,  // boxes of BLOCK_M rows
+                              const __grid_constant__ TensorMap k_map,  // of BLOCK_N rows
+                              const __grid_constant__ TensorMap v_map,  // the same
+                              T* out,         // (batch, heads_q, seqlen_q, head_dim_v)
+                              acc_t<T>* lse,  // (batch, heads_q, seqlen_q), contiguous
+                              Strides out_strides,
+                              int64 batch,
+                              int64 heads_q,
+                              int64 heads_kv,
+                              int64 seqlen_q,
+                              int64 seqlen_k,
+                              int64 head_dim,
+                              int64 head_dim_v,
+                              ScoreParams<acc_t<T>> score) {
+  constexpr int CONSUMERS = THREADS / 128 - 1;
+  constexpr int DIMS = HEAD_DIM_V < 128 ? HEAD_DIM_V : 128;  // of one product with V
+  constexpr int PARTS = HEAD_DIM_V / DIMS;
+  constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2;
+  constexpr int V_BYTES = BLOCK_N * HEAD_DIM_V * 2;
+
+  extern __shared__ uint4 shared[];
+  uint32 q_smem = cdiv(shared_address(shared), 1024u) * 1024;
+  uint32 k_smem = q_smem + Q_BYTES;
+  uint32 v_smem = k_smem + STAGES * K_BYTES;
+  uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8;
+  uint32 k_full = q_full + 16, k_empty = k_full + 8 * STAGES;
+  uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    mbarrier_init(q_full, 1);
+    mbarrier_init(q_empty, 4 * CONSUMERS);  // one arrival a warp
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(k_full + 8 * stage, 1);
+      mbarrier_init(v_full + 8 * stage, 1);
+      mbarrier_init(k_empty + 8 * stage, 4 * CONSUMERS);
+      mbarrier_init(v_empty + 8 * stage, 4 * CONSUMERS);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // 1. Which rows are ours
+  int64 tiles = batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M));
+  int heads_each = int(heads_q / heads_kv);
+  KeyRange band;
+  int loaded = 0, tiles_loaded = 0;  // K tiles and Q tiles so far: they tell stage and phase
+
+  if (threadIdx.x < 128) {
+    setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
+    if (threadIdx.x != 0) return;
+    for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(score, tile, batch, heads_q, seqlen_q,
+                                                           seqlen_k, band);
+      if (t.k_start >= t.k_end) continue;
+      // 2 (producer). Load the Q tile
+      mbarrier_wait(q_empty, ~tiles_loaded & 1);
+      load_tile<BLOCK_M, HEAD_DIM>(q_smem, q_map, q_full, t.q_start, t.head, t.batch_index);
+      ++tiles_loaded;
+
+      // 4 (producer). Walk over the key/value tiles
+      for (int k_start = t.k_start; k_start < t.k_end; k_start += BLOCK_N, ++loaded) {
+        // 4a (producer). Load the K and V tiles
+        int stage = loaded % STAGES, empty = ~(loaded / STAGES) & 1;
+        mbarrier_wait(k_empty + 8 * stage, empty);
+        load_tile<BLOCK_N, HEAD_DIM>(k_smem + stage * K_BYTES, k_map, k_full + 8 * stage, k_start,
+                                     t.head / heads_each, t.batch_index);
+        mbarrier_wait(v_empty + 8 * stage, empty);
+        load_tile<BLOCK_N, HEAD_DIM_V>(v_smem + stage * V_BYTES, v_map, v_full + 8 * stage, k_start,
+                                       t.head / heads_each, t.batch_index);
+      }
+    }
+    return;
+  }
+
+  setmaxnreg_inc<CONSUMERS == 3 ? 160 : 240>();
+  int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same for the whole warp
+  int lane_id = threadIdx.x % 32, warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;
+  float to_log2 = float(score.scale) * LOG2E;
+  // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
+  for (int other = 0; other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
+
+  for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(score, tile, batch, heads_q, seqlen_q,
+                                                         seqlen_k, band);
+    int first_row = t.q_start + warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
+    uint32 q_rows = q_smem + consumer * (64 * 128);
+
+    // 3. Start the running softmax
+    float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
+    float s[BLOCK_N / 2];
+    uint32 p[BLOCK_N / 4];
+    if (t.k_start < t.k_end) {
+      int stage = loaded % STAGES, phase = loaded / STAGES & 1;
+      mbarrier_wait(q_full, tiles_loaded & 1);
+      mbarrier_wait(k_full + 8 * stage, phase);
+      start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_rows, k_smem + stage * K_BYTES);
+      wgmma_wait_group<0>();
+      register_fence(s);
+      if (lane_id == 0) mbarrier_arrive(k_empty + 8 * stage);
+      if (!tile_is_unmasked<FEATURES>(band, t.q_start, t.q_start + BLOCK_M, t.k_start,
+                                      t.k_start + BLOCK_N)) {
+        hide<FEATURES>(s, score, band, first_row, t.k_start + first_col);
+      }
+      running_softmax(s, row_max, row_sum, rescale, to_log2);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
+
+      // 4 (consumers). Walk over the key/value tiles
+      for (int k_start = t.k_start + BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) {
+        int last_stage = stage, last_phase = phase;
+        ++loaded;
+        stage = loaded % STAGES, phase = loaded / STAGES & 1;
+
+        // 4b (consumers). s = q k^T, masked: of this tile, and acc += p v of the one before
+        mbarrier_wait(k_full + 8 * stage, phase);
+        bar_sync(1 + consumer, 128 * CONSUMERS);  // our turn
+        start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_rows, k_smem + stage * K_BYTES);
+        mbarrier_wait(v_full + 8 * last_stage, last_phase);
+        start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + last_stage * V_BYTES);
+        for (int i = 1; i < CONSUMERS; ++i) {
+          bar_arrive(1 + (consumer + i) % CONSUMERS, 128 * CONSUMERS);
+        }
+        wgmma_wait_group<1>();
+        register_fence(s);
+        if (lane_id == 0) mbarrier_arrive(k_empty + 8 * stage);
+        if (!tile_is_unmasked<FEATURES>(band, t.q_start, t.q_start + BLOCK_M, k_start,
+                                        k_start + BLOCK_N)) {
+          hide<FEATURES>(s, score, band, first_row, k_start + first_col);
+        }
+
+        // 4c (consumers). Rescale what we have to the new maximum: once p v is there
+        running_softmax(s, row_max, row_sum, rescale, to_log2);
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          register_fence(acc[part]);
+#pragma unroll
+          for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
+        }
+        if (lane_id == 0) mbarrier_arrive(v_empty + 8 * last_stage);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
+      }
+      if (lane_id == 0) mbarrier_arrive(q_empty);
+      ++tiles_loaded;
+      ++loaded;
+
+      // 4d (consumers). acc += p v: of the last tile
+      mbarrier_wait(v_full + 8 * stage, phase);
+      start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
+      wgmma_wait_group<0>();
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+      if (lane_id == 0) mbarrier_arrive(v_empty + 8 * stage);
+    }
+
+    // 5. Normalise and store
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = warp_sum<4>(row_sum[half]);
+      inverse[half] = sum == 0 ? 0.0f : 1 / sum;  // a row that sees no key gives 0
+      int row = first_row + 8 * half;
+      if (row < seqlen_q && first_col == 0) {
+        lse[(t.batch_index * heads_q + t.head) * seqlen_q + row] =
+            (row_max[half] + lg2_approx(sum)) * LN2;
+      }
+    }
+    int row = t.q_start + warp_row;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      store_rows(out + offset_of(out_strides, t.batch_index, t.head, row) + part * DIMS,
+                 out_strides.row, acc[part], inverse, int(seqlen_q) - row,
+                 int(head_dim_v) - part * DIMS);
+    }
+  }
+}
