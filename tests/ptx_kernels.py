@@ -38,8 +38,8 @@ def run_text(
     arrays: Mapping[str, np.ndarray],
     *,
     outputs: tuple[str, ...] = ("out",),
-    grid: int = 1,
-    block: int = 32,
+    grid: int | tuple[int, ...] = 1,
+    block: int | tuple[int, ...] = 32,
     shared: int = 0,
     checks: bool = True,
     words: tuple[int, ...] = (),
@@ -57,7 +57,8 @@ def run_text(
     params = np.array([*pointers, *words], np.uint64).tobytes()
     checker = Checker(memory) if checks else None
     code = decode(parse(text, "k"))
-    launch = engine.Launch(code, grid, block, shared, params, memory, checker, **options)
+    shapes = [x if isinstance(x, tuple) else (x,) for x in (grid, block)]
+    launch = engine.Launch(code, *shapes, shared, params, memory, checker, **options)
     engine.run(launch)
     memory.copy_back()
     return launch

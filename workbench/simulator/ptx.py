@@ -134,7 +134,7 @@ class Instruction:
     @property
     def opcode(self) -> str:
         """The whole opcode, like ``ld.global.v4.f32``."""
-        return ".".join((self.op, *self.mods))
+        return ".".join((self.op, *self.mods)).replace("__", "::")
 
 
 @dataclass(slots=True)
@@ -163,12 +163,21 @@ class Variable:
 
 @dataclass(slots=True)
 class Function:
-    """A kernel or a function that one calls; the two differ in who passes the parameters."""
+    """A kernel or a function that one calls; the two differ in who passes the parameters.
+
+    Attributes
+    ----------
+    start : int
+        Index of its first instruction.
+    cluster : int
+        Blocks of the clusters that a kernel must run in.
+    """
 
     name: str
     params: list[Variable]
     results: list[Variable]
-    start: int = 0  # index of its first instruction
+    start: int = 0
+    cluster: int = 1
 
 
 @dataclass(slots=True)
@@ -288,7 +297,8 @@ class _Parser:
         if match.group(1) == "func":
             for variable in (*results, *params):
                 self._make_local(variable)
-        self.functions[name] = Function(name, params, results, len(self.instructions))
+        cluster = _cluster(header)
+        self.functions[name] = Function(name, params, results, len(self.instructions), cluster)
         self.where, self.inlined = None, {}
         self.at += 1
         self.scopes = [scope]
@@ -453,6 +463,15 @@ class _Parser:
             case Not(inner):
                 return Not(self._resolve(inner))
         return operand
+
+
+def _cluster(header: str) -> int:
+    """How many blocks a kernel's clusters have, all of them neighbours in x."""
+    match = re.search(r"\.reqnctapercluster\s+([\d,\s]+)", header)
+    sizes = [int(size) for size in re.findall(r"\d+", match[1])] if match else [1]
+    if any(size != 1 for size in sizes[1:]):
+        raise PTXError(f"a cluster of {sizes} blocks: only those in x are known")
+    return sizes[0]
 
 
 def _initial(text: str | None, kind: str) -> bytes:

@@ -289,7 +289,7 @@ def _ld(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         plain(chunk, group)
         chunk.polled = True
         if chunk.checks is not None:
-            chunk.checks.acquire(group.lanes, where, "acquire" not in mods)
+            chunk.checks.order.acquire(group.lanes, where, "acquire" not in mods)
 
     return load_in_order
 
@@ -350,7 +350,7 @@ def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     def store_in_order(chunk: Chunk, group: Group) -> None:
         plain(chunk, group)
         if chunk.checks is not None:
-            chunk.checks.release(group.lanes, addresses(chunk, group), "release" not in mods)
+            chunk.checks.order.release(group.lanes, addresses(chunk, group), "release" not in mods)
 
     return store_in_order
 
@@ -408,8 +408,8 @@ def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         put(chunk, old, group)
         chunk.polled = True
         if chunk.checks is not None:
-            chunk.checks.acquire(lanes, where, not acquires)
-            chunk.checks.release(lanes, where, not releases)
+            chunk.checks.order.acquire(lanes, where, not acquires)
+            chunk.checks.order.release(lanes, where, not releases)
 
     return update
 
@@ -418,6 +418,6 @@ def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 def _fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     def fence(chunk: Chunk, group: Group) -> None:
         if chunk.checks is not None:
-            chunk.checks.fence(group.lanes)
+            chunk.checks.order.fence(group.lanes)
 
     return fence
