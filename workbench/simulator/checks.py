@@ -123,6 +123,7 @@ class SharedChecks:
         rows = chunk.shared.size >> self.shift
         self.shadow = np.full((max(rows, 1), SHADOW_COLUMNS), NOBODY, np.int64)
         self.busy = np.zeros(0, np.int64)
+        self._readings: list[tuple[Array, int]] = []
         kind = Clocks if checker.knowledge.clocks else Counters
         self.order: Order = kind(checker.knowledge, chunk)
         self.fault = np.zeros(3, np.int64)
@@ -156,6 +157,54 @@ class SharedChecks:
             order.acquired, pc, flags, write, self.fault,
         )  # fmt: skip
         return int(code)
+
+    # ----------------------------------------------------------------- asynchronous operations
+
+    def engine(
+        self, rows: Array, lanes: Array, who: int, now: int, pc: int, flags: int, write: bool
+    ) -> int:
+        """Note an access to shared memory by `who`, started by `lanes`; what is wrong with it.
+
+        It is the `now`-th operation of its stream.
+        """
+        seen, fenced = self.clocks.known_to(lanes)
+        clock, threads = self.checker.knowledge.clock, self.chunk.threads
+        line = self.chunk.first + int(lanes[0]) // threads
+        code = native.track_engine(
+            self.shadow, self.busy, rows, np.ones_like(rows), who, now, threads, seen, fenced,
+            clock, line, pc, flags, write, self.fault,
+        )  # fmt: skip
+        return int(code)
+
+    def arrived(self, rows: Array, now: int) -> None:
+        """What flew to these rows of shared memory is there, as the `now`-th operation."""
+        self.shadow[rows, WRITE] &= ~native.FLYING
+        self.shadow[rows, WRITE + 1] = now
+
+    def arrived_global(self, offsets: Array, size: int) -> None:
+        """What flew to global memory is there."""
+        checker = self.checker
+        first, counts = native.granules_of(
+            offsets, checker.memory.region_of, checker.starts, checker.shifts, size
+        )
+        for i in range(int(counts.max(initial=0))):
+            rows = first[(first >= 0) & (counts > i)] + i
+            checker.shadow[rows, WRITE] &= ~native.FLYING
+
+    def begin_reading(self, rows: Array, who: int, pc: int) -> None:
+        """These rows of shared memory are being read: nobody may write to them."""
+        if not self.busy.size:
+            self.busy = np.full(self.shadow.shape[0], NOBODY, np.int64)
+        tag = who << native.WHO | pc << native.PC
+        self._readings.append((rows, tag))
+        self.busy[rows] = tag
+
+    def end_reading(self, rows: Array) -> None:
+        """The operation that began to read exactly this array of rows has read them."""
+        self._readings = [reading for reading in self._readings if reading[0] is not rows]
+        self.busy[rows] = NOBODY
+        for others, tag in self._readings:
+            self.busy[others] = tag
 
     @property
     def clocks(self) -> Clocks:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import faults
+from workbench.simulator.clusters import cluster_barrier
 from workbench.simulator.decode import Decoder, Getter, builder
 from workbench.simulator.engine import Chunk, Group, Outcome, Step, group_of
 from workbench.simulator.faults import SimulationError, at
@@ -48,6 +49,8 @@ def _results(operand: Operand) -> tuple[Operand, Operand]:
 
 @builder("bar", "barrier")
 def _bar(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    if instruction.mods[0] == "cluster":
+        return cluster_barrier(instruction, pc)
     mods = [m for m in instruction.mods if m != "cta"]
     if mods[0] == "warp":
         members = decoder.get(instruction.operands[0], "u32")
@@ -55,7 +58,7 @@ def _bar(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     operands = list(instruction.operands)
     if mods[0] == "red":
         return _reducing_barrier(decoder, instruction, pc)
-    if mods[0] not in ("sync", "arrive") or "cluster" in mods:
+    if mods[0] not in ("sync", "arrive"):
         raise UnknownInstructionError(instruction.opcode)
     number = decoder.get(operands[0], "u32")
     expected = decoder.get(operands[1], "u32") if len(operands) > 1 else None

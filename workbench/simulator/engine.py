@@ -23,7 +23,7 @@ from workbench.simulator import faults
 from workbench.simulator.checks import Checker, SharedChecks
 from workbench.simulator.counts import Counts
 from workbench.simulator.faults import SimulationError
-from workbench.simulator.memory import Bytes, GlobalMemory
+from workbench.simulator.memory import RANK, Bytes, GlobalMemory
 from workbench.simulator.native import WARP
 from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Location, Program
@@ -105,6 +105,8 @@ class Code:
         Of all registers, `fixed` included.
     module_addresses : dict
         Of the module's variables and constants, in global memory.
+    watched : list of int
+        Registers that `wgmma` uses.
     """
 
     program: Program
@@ -112,6 +114,7 @@ class Code:
     fixed: list[tuple[int, str]]
     register_types: list[np.dtype[Any]]
     module_addresses: dict[str, int]
+    watched: list[int] = field(default_factory=list)
 
 
 class Extension:
@@ -279,6 +282,8 @@ class Chunk:
             self.registers[index] = self._fixed(name, thread)
 
         self.global_memory = launch.memory
+        self.params = Bytes(len(launch.params))
+        self.params.bytes[: len(launch.params)] = np.frombuffer(launch.params, np.uint8)
         static = program.shared_size
         if launch.shared_bytes:
             static = -(-static // WARP) * WARP
@@ -474,6 +479,17 @@ class Chunk:
         """The lanes of a group that are not in a part of it."""
         others: Array = ~np.asarray(part.mask)
         return others if group.mask is None else group.mask & others
+
+    def in_cluster(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+        """Block, among those of the chunk, and offset of addresses of shared memory.
+
+        A rank that the cluster does not have gives an offset that no memory has.
+        """
+        own, cluster = self.block_of[lanes], self.launch.cluster
+        rank, offsets = (addresses >> RANK) - 1, addresses & ((1 << RANK) - 1)
+        blocks = np.where(rank < 0, own, own // cluster * cluster + rank)
+        wrong = (rank >= cluster) | (addresses < 0)
+        return np.where(wrong, own, blocks), np.where(wrong, -1, offsets)
 
     # ------------------------------------------------------------------------- leaving, waiting
 

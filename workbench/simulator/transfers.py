@@ -13,7 +13,14 @@ from workbench.simulator import faults, native
 from workbench.simulator.decode import Decoder, builder
 from workbench.simulator.engine import Chunk, Group, Step
 from workbench.simulator.faults import SimulationError, at
-from workbench.simulator.memory import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, Bytes, describe
+from workbench.simulator.memory import (
+    GLOBAL_BASE,
+    LOCAL_BASE,
+    PARAM_BASE,
+    SHARED_BASE,
+    Bytes,
+    describe,
+)
 from workbench.simulator.ops import DTYPES, UnknownInstructionError
 from workbench.simulator.ptx import SIZES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
 
@@ -30,7 +37,8 @@ class Access:
     Attributes
     ----------
     space : str
-        "global", "shared", "local" or, where the address itself says it, "".
+        "global", "shared" (of the own block), "cluster" (of any in the cluster), "local", "param"
+        or, where the address itself says it, "".
     size : int
         Bytes a thread.
     flags : int
@@ -68,14 +76,25 @@ def reach(
         offsets, bad, code = native.find_in_own(
             addresses, chunk.block_of[lanes], chunk.shared_stride, chunk.shared_limit, access.size
         )
+    elif access.space == "cluster":
+        memory = chunk.shared
+        blocks, places = chunk.in_cluster(addresses, lanes)
+        offsets, bad, code = native.find_in_own(
+            places, blocks, chunk.shared_stride, chunk.shared_limit, access.size
+        )
+    elif access.space == "param":
+        memory = chunk.params
+        offsets, bad, code = native.find_in_own(
+            addresses, np.zeros_like(addresses), 0, len(chunk.launch.params), access.size
+        )
     else:
         memory = chunk.local
         offsets, bad, code = native.find_in_own(
             addresses, lanes, chunk.local_stride, chunk.local_limit, access.size
         )
     if bad >= 0:
-        raise _bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
-    if chunk.checks is not None and access.space != "local":
+        raise bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
+    if chunk.checks is not None and access.space not in ("local", "param"):
         _check(chunk, access, offsets, lanes, lanes if users is None else users)
     return memory, offsets
 
@@ -109,8 +128,9 @@ def split_by_space(access: Access, addresses: Array) -> Iterator[tuple[Access, A
         return
     limits = (
         (0, SHARED_BASE, "global", 0),
-        (SHARED_BASE, LOCAL_BASE, "shared", SHARED_BASE),
-        (LOCAL_BASE, GLOBAL_BASE, "local", LOCAL_BASE),
+        (SHARED_BASE, LOCAL_BASE, "cluster", SHARED_BASE),
+        (LOCAL_BASE, PARAM_BASE, "local", LOCAL_BASE),
+        (PARAM_BASE, GLOBAL_BASE, "param", PARAM_BASE),
         (GLOBAL_BASE, 1 << 63, "global", 0),
     )
     for low, high, space, base in limits:
@@ -127,9 +147,10 @@ def _verb(access: Access) -> str:
     return "writes" if access.write else "reads"
 
 
-def _bad_address(
+def bad_address(
     chunk: Chunk, access: Access, address: int, lane: int, code: int
 ) -> SimulationError:
+    """What `native.find_in_arena` and its like found wrong with an address, in words."""
     where = chunk.launch.where(access.pc)
     kind = {
         native.OUT_OF_RANGE: faults.OUT_OF_RANGE,
@@ -140,9 +161,13 @@ def _bad_address(
     if access.space == "global":
         target = describe(chunk.global_memory, address, access.size)
     else:
-        limit = chunk.shared_limit if access.space == "shared" else chunk.local_limit
-        owner = "its block" if access.space == "shared" else "the thread"
-        target = f"byte {address} of {access.space} memory, of which {owner} has {limit}"
+        space, owner, limit = {
+            "shared": ("shared", "its block", chunk.shared_limit),
+            "cluster": ("shared", "every block of the cluster", chunk.shared_limit),
+            "local": ("local", "the thread", chunk.local_limit),
+            "param": ("parameter", "the kernel", len(chunk.launch.params)),
+        }[access.space]
+        target = f"byte {address} of {space} memory, of which {owner} has {limit}"
     return SimulationError(kind, f"{who}: {target}", where)
 
 
@@ -157,18 +182,30 @@ def collision(
     message = f"{chunk.name(int(lanes[i]))} {_verb(access)} {target} at {at(where)}"
     if code == native.UNWRITTEN:
         return SimulationError(faults.UNWRITTEN, f"{message}: nobody wrote it before", where)
-    block, thread = divmod(tag >> native.WHO, chunk.threads)
+    block, thread = tag >> native.WHO >> native.BLOCK, tag >> native.WHO & native.IN_BLOCK
     pc = tag >> native.PC & native.PC_MASK
     other, earlier = launch.where(pc), launch.code.program.instructions[pc]
-    did = "read" if earlier.op in ("ld", "ldu", "ldmatrix") else "wrote"
+    did = "read" if _reads(earlier, access.space) else "wrote"
     who = f"thread {thread} of block {block}"
-    if code == native.IN_FLIGHT:
-        return SimulationError(
+    if thread >= native.FIRST_ENGINE:
+        who = f"{earlier.opcode.split('.')[0]} of block {block}"
+    told = {
+        native.IN_FLIGHT: (
             faults.IN_FLIGHT,
-            f"{message}, where a copy that {who} started at {at(other)} has not arrived",
-            where,
-            other,
-        )
+            f"where a copy that {who} started at {at(other)} has not arrived",
+        ),
+        native.STILL_READ: (
+            faults.STILL_READ,
+            f"which {earlier.opcode} at {at(other)} may not have read yet",
+        ),
+        native.UNFENCED: (
+            faults.UNFENCED,
+            f"which {who} wrote at {at(other)}, with no fence.proxy.async in between",
+        ),
+    }
+    if code in told:
+        kind, words = told[code]
+        return SimulationError(kind, f"{message}, {words}", where, other)
     own = f"block {chunk.first + int(chunk.block_of[lanes[i]])}"
     missing = "no barrier" if own == f"block {block}" else "nothing that orders the blocks"
     return SimulationError(
@@ -177,6 +214,14 @@ def collision(
         where,
         other,
     )
+
+
+def _reads(instruction: Instruction, space: str) -> bool:
+    """Whether an instruction reads the memory of a space, rather than to write it."""
+    if instruction.op == "cp":  # what is written is named first
+        named = [m.partition("__")[0] for m in instruction.mods if m.startswith(("global", "shared"))]
+        return len(named) == 2 and named[0] != named[1] and named[0] != space.replace("cluster", "shared")
+    return instruction.op in ("ld", "ldu", "ldmatrix", "wgmma", "mbarrier")
 
 
 def _target(chunk: Chunk, access: Access, offset: int, row: int) -> str:
@@ -232,8 +277,10 @@ def addresses_of(decoder: Decoder, operand: Operand) -> Addresses:
 
 def _space(decoder: Decoder, instruction: Instruction, operand: Operand) -> str:
     """The memory that an instruction names; parameters of functions lie in local memory."""
-    if any(m in ("async", "bulk") or "cluster" in m for m in instruction.mods):
+    if any(m in ("async", "bulk") for m in instruction.mods):
         raise UnknownInstructionError(instruction.opcode)
+    if "shared__cluster" in instruction.mods:
+        return "cluster"
     named = [m.partition("__")[0] for m in instruction.mods]
     space = next((s for s in _SPACES if s in named), "")
     if space == "param":
@@ -322,6 +369,10 @@ def _ld_param(decoder: Decoder, target: Operand, source: Operand, kind: str, cou
 
 @builder("st")
 def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    if "async" in instruction.mods:
+        from workbench.simulator.bulk import store_async
+
+        return store_async(decoder, instruction, pc)
     target, source = instruction.operands
     kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
     space, element = _space(decoder, instruction, target), SIZES[kind]
@@ -416,6 +467,11 @@ def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 
 @builder("membar", "fence")
 def _fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    if {"proxy", "mbarrier_init"} & {*instruction.mods}:
+        from workbench.simulator.mbarriers import proxy_fence
+
+        return proxy_fence(instruction)
+
     def fence(chunk: Chunk, group: Group) -> None:
         if chunk.checks is not None:
             chunk.checks.order.fence(group.lanes)
