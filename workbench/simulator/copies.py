@@ -148,7 +148,9 @@ def _arriving(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 
 
 def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    target, source, size, *rest = instruction.operands
+    hinted = "L2__cache_hint" in instruction.mods
+    operands = instruction.operands[:-1] if hinted else instruction.operands
+    target, source, size, *rest = operands
     if not isinstance(size, Imm):
         raise UnknownInstructionError(instruction.opcode)
     if rest and isinstance(rest[0], Reg) and rest[0].kind == "pred":

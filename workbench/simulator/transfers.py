@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import faults, native
-from workbench.simulator.decode import Decoder, builder
+from workbench.simulator.decode import Decoder, Getter, builder
 from workbench.simulator.engine import Chunk, Group, Step
 from workbench.simulator.faults import SimulationError, at
 from workbench.simulator.memory import (
@@ -373,7 +373,7 @@ def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         from workbench.simulator.bulk import store_async
 
         return store_async(decoder, instruction, pc)
-    target, source = instruction.operands
+    target, source = _without_hint(instruction)
     kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
     space, element = _space(decoder, instruction, target), SIZES[kind]
     strong = any(m in _STRONG for m in mods)
@@ -411,58 +411,105 @@ def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 _ATOMICS: dict[str, Callable[..., Any]] = {
     "add": lambda old, a: old + a,
     "exch": lambda old, a: a,
-    "min": min,
-    "max": max,
+    "min": np.fmin,
+    "max": np.fmax,
     "and": lambda old, a: old & a,
     "or": lambda old, a: old | a,
     "xor": lambda old, a: old ^ a,
-    "inc": lambda old, a: old.dtype.type(0) if old >= a else old + old.dtype.type(1),
-    "dec": lambda old, a: a if old == 0 or old > a else old - old.dtype.type(1),
-    "cas": lambda old, compare, new: new if old == compare else old,
+    "inc": lambda old, a: np.where(old >= a, 0, old + 1).astype(old.dtype),
+    "dec": lambda old, a: np.where((old == 0) | (old > a), a, old - 1).astype(old.dtype),
+    "cas": lambda old, compare, new: np.where(old == compare, new, old),
 }
+
+
+def _flushed(x: Array) -> Array:
+    """Subnormal numbers become zeros of their sign, as in additions to float32 in global memory."""
+    tiny = np.abs(x) < np.finfo(np.float32).smallest_normal
+    return np.where(tiny, np.copysign(np.float32(0), x), x)
+
+
+def _in_turns(cells: Array) -> Iterator[Array]:
+    """Positions of equal numbers in different turns, the first of each in the first."""
+    order = np.argsort(cells, kind="stable")
+    ordered = cells[order]
+    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    turn = np.arange(cells.size) - np.repeat(first, np.diff([*first, cells.size]))
+    for number in range(int(turn.max(initial=-1)) + 1):
+        yield order[turn == number]
 
 
 @builder("atom", "red")
 def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    """One lane after the other, as the memory does."""
-    mods, kind = instruction.mods, instruction.mods[-1]
-    operands = list(instruction.operands)
+    """One lane after the other, as the memory does; of a vector or a pair, each number by itself."""
+    mods, kind, count = instruction.mods, instruction.mods[-1], _vector(instruction)
+    operands = list(_without_hint(instruction))
     target = operands.pop(0) if instruction.op == "atom" else None
     name = next((m for m in mods if m in _ATOMICS), "")
-    if not name or _vector(instruction) > 1 or kind.endswith("x2"):
+    if not name or "async" in mods:
         raise UnknownInstructionError(instruction.opcode)
-    change, element, dtype = _ATOMICS[name], SIZES[kind], DTYPES[kind]
-    access = Access(pc, _space(decoder, instruction, operands[0]), element, True, native.STRONG)
-    addresses, put = addresses_of(decoder, operands[0]), decoder.put_lanes(target, kind)
-    getters = [decoder.get(x, kind) for x in operands[1:]]
+    change, word = _ATOMICS[name], DTYPES[kind]
+    dtype = DTYPES[kind.removesuffix("x2")]
+    space, size = _space(decoder, instruction, operands[0]), SIZES[kind] * count
+    access = Access(pc, space, size, True, native.STRONG)
+    addresses = addresses_of(decoder, operands[0])
+    puts = [decoder.put_lanes(item, kind) for item in _items(target)] if target else []
+    getters = [[decoder.get(item, kind) for item in _items(x)] for x in operands[1:]]
     acquires = any(m in mods for m in ("acquire", "acq_rel"))
     releases = any(m in mods for m in ("release", "acq_rel"))
+    flushes = (name, kind) == ("add", "f32")
+
+    def values_of(chunk: Chunk, group: Group, part: list[Getter]) -> Array:
+        table = np.stack([chunk.of_lanes(get(chunk.registers), group) for get in part], axis=-1)
+        return np.ascontiguousarray(table).view(dtype)
 
     def update(chunk: Chunk, group: Group) -> None:
         where, lanes = addresses(chunk, group), group.lanes
         writes = chunk.launch.writes
-        old = np.empty(group.count, dtype)
-        values = [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+        values = [values_of(chunk, group, part) for part in getters]
+        old = np.empty_like(values[0])
         changed = False
         for part, chosen, base in split_by_space(access, where):
             memory, offsets = reach(chunk, part, where[chosen] - base, lanes[chosen])
             cells = memory.bytes.view(dtype)
-            for i, cell in zip(
-                np.flatnonzero(chosen).tolist(), (offsets // element).tolist(), strict=True
-            ):
-                before = cells[cell]
-                old[i] = before
-                cells[cell] = change(before, *(value[i] for value in values))
-                changed |= bool(cells[cell] != before)
+            places = np.flatnonzero(chosen)
+            numbers = offsets[:, None] // dtype.itemsize + np.arange(old.shape[1])
+            for turn in _in_turns(offsets):
+                index, here = numbers[turn], places[turn]
+                before = cells[index]
+                after = change(before, *(value[here] for value in values))
+                if flushes and part.space == "global":
+                    added = values[0][here]
+                    after = _flushed(_flushed(before) + _flushed(added))
+                old[here] = before
+                cells[index] = after
+                changed |= bool((cells[index] != before).any())
         # Who polls with an atomic that changes nothing gives nobody anything new to see.
         chunk.launch.writes = writes + changed
-        put(chunk, old, group)
+        words = old.view(word)
+        for i, put in enumerate(puts):
+            put(chunk, np.ascontiguousarray(words[:, i]), group)
         chunk.polled = True
         if chunk.checks is not None:
             chunk.checks.order.acquire(lanes, where, not acquires)
             chunk.checks.order.release(lanes, where, not releases)
 
     return update
+
+
+def _without_hint(instruction: Instruction) -> tuple[Operand, ...]:
+    """The operands without a cache policy, which changes nothing here."""
+    hinted = "L2__cache_hint" in instruction.mods
+    return instruction.operands[:-1] if hinted else instruction.operands
+
+
+@builder("createpolicy")
+def _createpolicy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    put = decoder.put(instruction.operands[0], "b64")
+
+    def create(chunk: Chunk, group: Group) -> None:
+        put(chunk, np.uint64(0), group)
+
+    return create
 
 
 @builder("membar", "fence")
