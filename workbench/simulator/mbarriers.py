@@ -35,6 +35,7 @@ class Waiting:
     pc: int
     lanes: Array
     put: Putter
+    acquires: bool
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ class MBarriers(Extension):
         group = group_of(mask)
         chunk.waiting_at[waiting.lanes] = NOWHERE
         waiting.put(chunk, np.bool_(barrier is not None), group)
-        if barrier is not None and chunk.checks is not None:
+        if barrier is not None and waiting.acquires and chunk.checks is not None:
             chunk.checks.clocks.take_from(barrier.ended, waiting.lanes)
         return waiting.pc + 1, group
 
@@ -192,10 +193,14 @@ def places_of(decoder: Decoder, instruction: Instruction, operand: Operand) -> P
 def blocks_and_offsets(
     chunk: Chunk, access: Access, addresses: Array, lanes: Array
 ) -> list[tuple[int, int]]:
-    """Where the barriers at some addresses lie."""
-    reach(chunk, access, addresses, lanes)
+    """Where the barriers at some addresses lie; they are there, unless they are being written."""
     blocks, offsets = chunk.in_cluster(addresses, lanes)
-    return list(zip(blocks.tolist(), offsets.tolist(), strict=True))
+    places = list(zip(blocks.tolist(), offsets.tolist(), strict=True))
+    if not access.write:
+        for place, lane in zip(places, lanes.tolist(), strict=True):
+            chunk.extension(MBarriers).find(access.pc, *place, lane)
+    reach(chunk, access, addresses, lanes)
+    return places
 
 
 @builder("mbarrier")
@@ -356,7 +361,7 @@ def _wait(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
                 chunk.checks.clocks.take_from(barrier.ended, yes)
             if no.size and parks:
                 chunk.waiting_at[no] = pc
-                barrier.waiting.append(Waiting(pc, no, put))
+                barrier.waiting.append(Waiting(pc, no, put, acquires))
         if over.all():
             put(chunk, np.bool_(True), group)
             return None

@@ -188,10 +188,11 @@ def collision(
     did = "read" if _reads(earlier, access.space) else "wrote"
     who = f"thread {thread} of block {block}"
     if thread >= native.FIRST_ENGINE:
-        who = f"{earlier.opcode.split('.')[0]} of block {block}"
+        names = {"cp": "a bulk copy", "st": "st.async"}
+        who = f"{names.get(earlier.op, earlier.op)} of block {block}"
     told = {
         native.IN_FLIGHT: (
-            faults.IN_FLIGHT,
+            faults.RACE if access.write else faults.IN_FLIGHT,
             f"where a copy that {who} started at {at(other)} has not arrived",
         ),
         native.STILL_READ: (
@@ -217,11 +218,15 @@ def collision(
 
 
 def _reads(instruction: Instruction, space: str) -> bool:
-    """Whether an instruction reads the memory of a space, rather than to write it."""
+    """Whether an instruction reads from the memory of a space and does not write to it."""
+    mods = instruction.mods
     if instruction.op == "cp":  # what is written is named first
-        named = [m.partition("__")[0] for m in instruction.mods if m.startswith(("global", "shared"))]
-        return len(named) == 2 and named[0] != named[1] and named[0] != space.replace("cluster", "shared")
-    return instruction.op in ("ld", "ldu", "ldmatrix", "wgmma", "mbarrier")
+        named = [m.partition("__")[0] for m in mods if m.startswith(("global", "shared"))]
+        space = space.replace("cluster", "shared")
+        return len(named) == 2 and named[0] != named[1] and named[0] != space
+    if instruction.op == "mbarrier":
+        return mods[0] not in ("init", "inval")
+    return instruction.op in ("ld", "ldu", "ldmatrix", "wgmma")
 
 
 def _target(chunk: Chunk, access: Access, offset: int, row: int) -> str:

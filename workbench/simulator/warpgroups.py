@@ -166,6 +166,9 @@ class Warpgroups(Extension):
         )  # fmt: skip
 
 
+_NONE = np.zeros(0, np.int64)
+
+
 def watch(step: Step, instruction: Instruction, watched: dict[int, int], pc: int) -> Step:
     """A step that tells the warpgroups which registers of theirs it touches."""
     if instruction.op == "wgmma":
@@ -178,7 +181,8 @@ def watch(step: Step, instruction: Instruction, watched: dict[int, int], pc: int
     copies = instruction.op == "mov"
 
     def watched_step(chunk: Chunk, group: Group) -> Outcome:
-        chunk.extension(Warpgroups).touch(group, pc, reads, writes, copies)
+        if chunk.checks is not None:
+            chunk.extension(Warpgroups).touch(group, pc, reads, writes, copies)
         return step(chunk, group)
 
     return watched_step
@@ -468,10 +472,9 @@ def _issue(
         return int(values[0])
 
     warps = lanes[::WARP] // WARP
-    used = np.concatenate([form.watched_d, form.watched_a])
-    owner.demand_fence(pc, warps, used)
-    if owner.under_way and form.watched_a.size:
-        owner.touch(_group(chunk, lanes), pc, form.watched_a, np.zeros(0, np.int64), copies=True)
+    if chunk.checks is not None:
+        owner.demand_fence(pc, warps, np.concatenate([form.watched_d, form.watched_a]))
+        owner.touch(_group(chunk, lanes), pc, form.watched_a, _NONE, copies=True)
     itemsize, block = SIZES[form.kinds[1]], int(chunk.block_of[lanes[0]])
     operands = []
     if form.fragment is not None:
