@@ -3,7 +3,9 @@
 // all tiles. Written for the tests of the simulator, which break it line by line.
 typedef unsigned int u32;
 typedef unsigned long long u64;
-struct alignas(64) TensorMap { u64 opaque[16]; };
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
 
 constexpr int ROWS = 64, COLUMNS = 64, DEPTH = 64, STAGES = 2, TILE = 64 * 128;  // bytes
 
@@ -27,12 +29,15 @@ __device__ void mbarrier_wait(u32 bar, u32 parity) {
 __device__ void load(u32 target, const TensorMap* map, int x, int y, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(bar)
+      : "memory");
 }
 __device__ void store(const TensorMap* map, int x, int y, u32 source) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-      "r"(x), "r"(y), "r"(source) : "memory");
+      "r"(x), "r"(y), "r"(source)
+      : "memory");
 }
 __device__ u64 descriptor(u32 address) {
   return u64(SWIZZLE) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (address & 0x3FFFF) >> 4;
@@ -45,12 +50,16 @@ __device__ void multiply(float (&c)[32], u64 a, u64 b, int add) {
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-      : R16(0), R16(16) : "l"(a), "l"(b), "r"(add));
+      : R16(0), R16(16)
+      : "l"(a), "l"(b), "r"(add));
 }
 
-extern "C" __global__ void __launch_bounds__(160)
-matmul(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-       const __grid_constant__ TensorMap out, int rows, int columns, int depth) {
+extern "C" __global__ void __launch_bounds__(160) matmul(const __grid_constant__ TensorMap a,
+                                                         const __grid_constant__ TensorMap b,
+                                                         const __grid_constant__ TensorMap out,
+                                                         int rows,
+                                                         int columns,
+                                                         int depth) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = u32(__cvta_generic_to_shared(memory));
   const u32 staging = base + 2 * STAGES * TILE, full = staging + TILE, empty = full + 8 * STAGES;
@@ -88,7 +97,8 @@ matmul(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
       mbarrier_wait(full + 8 * stage, phase);
       const u32 at = base + 2 * TILE * stage;
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      for (int k = 0; k < 4; k++) multiply(c, descriptor(at + 32 * k), descriptor(at + TILE + 32 * k), step + k > 0);
+      for (int k = 0; k < 4; k++)
+        multiply(c, descriptor(at + 32 * k), descriptor(at + TILE + 32 * k), step + k > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (lane == 0) mbarrier_arrive(empty + 8 * stage);
@@ -99,7 +109,9 @@ matmul(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
     for (int j = 0; j < 8; j++) {
       for (int half = 0; half < 2; half++) {
         u32 pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(c[4 * j + 2 * half + 1]), "f"(c[4 * j + 2 * half]));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+            : "=r"(pair)
+            : "f"(c[4 * j + 2 * half + 1]), "f"(c[4 * j + 2 * half]));
         const int r = row + 8 * half;
         const u32 to = staging + 128 * r + ((j ^ r % 8) << 4) + lane % 4 * 4;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pair) : "memory");

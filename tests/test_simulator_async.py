@@ -38,9 +38,7 @@ def words(body: str, threads: int = 32, **options: Any) -> np.ndarray:
     place = "mov.u32 %r99, %ctaid.x; mad.lo.u32 %r98, %r99, %ntid.x, %r0;" if grid > 1 else ""
     end = STORE.replace("%r0", "%r98") if grid > 1 else STORE
     if grid > 1:
-        place = (
-            "mov.u32 %r99, %ctaid.x; mov.u32 %r97, %ntid.x; mad.lo.u32 %r98, %r99, %r97, %r0;\n"
-        )
+        place = "mov.u32 %r99, %ctaid.x; mov.u32 %r97, %ntid.x; mad.lo.u32 %r98, %r99, %r97, %r0;\n"
     run_text(kernel(MEMORY + START + place + body + end, ("out",)), {"out": out}, block=threads,
              grid=grid, **options)  # fmt: skip
     return out
@@ -56,8 +54,9 @@ def fault_of(body: str, threads: int = 32, **options: Any) -> SimulationError:
 
 # The upper half of 64 threads writes, arrives and goes on; the lower half reads after the phase.
 HANDOVER = (
-    MAKE.format(count=32)
-    + """
+    (
+        MAKE.format(count=32)
+        + """
     shl.b32 %r2, %r0, 2;
     setp.ge.u32 %p3, %r0, 32;
     @%p3 bra WRITE;
@@ -69,7 +68,10 @@ WRITE:
     ARRIVE
 END:
 """
-).replace("tile+%r3", "%r3").replace("tile+%r2", "%r2")
+    )
+    .replace("tile+%r3", "%r3")
+    .replace("tile+%r2", "%r2")
+)
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [bar];"
 
 
@@ -110,7 +112,9 @@ def test_a_lane_arrives_for_its_warp() -> None:
 
 
 def test_states_counts_and_phases() -> None:
-    body = MAKE.format(count=4) + """
+    body = (
+        MAKE.format(count=4)
+        + """
         @!%p1 bra END;
         mbarrier.arrive.shared::cta.b64 %d20, [bar];
         mbarrier.arrive.noComplete.shared::cta.b64 %d21, [bar], 2;
@@ -128,7 +132,10 @@ def test_states_counts_and_phases() -> None:
         mbarrier.test_wait.shared::cta.b64 %p3, [bar], %d22; selp.u32 %r18, 1, 0, %p3;
         mbarrier.inval.shared::cta.b64 [bar];
         mov.u32 %r1, 0;
-    """ + "".join(f"mad.lo.u32 %r1, %r1, 8, %r{r};\n" for r in range(10, 19)) + "END:"
+    """
+        + "".join(f"mad.lo.u32 %r1, %r1, 8, %r{r};\n" for r in range(10, 19))
+        + "END:"
+    )
     # Pending before each arrival; three are expected after one has dropped out.
     want = [4, 3, 0, 1, 1, 0, 3, 0, 1]
     assert words(body)[0] == int("".join(map(str, want)), 8)
@@ -159,12 +166,17 @@ def test_a_phase_that_never_ends_is_a_deadlock() -> None:
 
 def test_a_wait_that_may_end_in_vain() -> None:
     """Who does something else after a while is no deadlock."""
-    body = MAKE.format(count=1) + """
+    body = (
+        MAKE.format(count=1)
+        + """
         mbarrier.try_wait.parity.shared::cta.b64 %p2, [bar], 0;
         @%p2 bra END;
         add.u32 %r1, %r1, 1;
         @%p1 mbarrier.arrive.shared::cta.b64 _, [bar];
-    """ + WAIT.format(1, 0) + "END:"
+    """
+        + WAIT.format(1, 0)
+        + "END:"
+    )
     np.testing.assert_array_equal(words(body), np.ones(32))
 
 
@@ -235,7 +247,9 @@ def test_prefetches_change_nothing() -> None:
 def test_arrivals_of_plain_copies() -> None:
     """``cp.async.mbarrier.arrive`` comes when a thread's copies so far have landed."""
     for more, count in (("", 32), (".noinc", 64)):
-        copy = MAKE.format(count=count) + f"""
+        copy = (
+            MAKE.format(count=count)
+            + f"""
             shl.b32 %r2, %r0, 2; cvt.u64.u32 %d3, %r2; add.u64 %d3, %d3, %d1;
             cp.async.ca.shared.global [%r2], [%d3], 4;
             cp.async.mbarrier.arrive{more}.shared.b64 [bar];
@@ -243,6 +257,7 @@ def test_arrivals_of_plain_copies() -> None:
             WAIT
             xor.b32 %r2, %r2, 4; ld.shared.u32 %r1, [%r2];
         """
+        )
         got = copied(WAIT.format(0, 0), copy)
         np.testing.assert_array_equal(got, np.arange(100, 132).reshape(-1, 2)[:, ::-1].reshape(-1))
         with pytest.raises(SimulationError) as caught:
@@ -345,7 +360,7 @@ def tensor_kernel(rank: int, corner: tuple[int, ...], size: int, way: str) -> st
 
 
 def swizzle(image: np.ndarray, span: int) -> np.ndarray:
-    """Bytes of shared memory as a swizzle puts them: chunk i of row j of 128 bytes goes to i ^ j."""
+    """Bytes of shared memory as a swizzle puts them: chunk i of row j (128 bytes) goes to i ^ j."""
     chunks = image.reshape(-1, 16)
     number = np.arange(chunks.shape[0])
     moved = np.empty_like(chunks)
@@ -433,8 +448,8 @@ def test_boxes_are_stored_where_the_tensor_is(name: str, operation: str) -> None
     keep = [(a >= 0) & (a < n) for a, n in zip(axes, sizes, strict=True)]
     index = np.ix_(*[a[k] for a, k in zip(axes, keep, strict=True)])
     new = flat[np.ix_(*keep)]
-    combine = {"store": lambda old, x: x, "add": np.add, "max": np.maximum}[operation]
-    want[index] = combine(want[index], new)
+    combine = {"add": np.add, "max": np.maximum}
+    want[index] = combine[operation](want[index], new) if operation in combine else new
     image = swizzle(flat.view(np.uint8).reshape(-1), {0: 0, 1: 32, 2: 64, 3: 128}[mode])
 
     def parameters(addresses: dict[str, int]) -> list[bytes | int]:
@@ -542,11 +557,16 @@ def test_descriptors(kind: str, turned: tuple[int, int], span: int) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def accumulator_places(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each (thread, register) of a 64 x N matrix of float32."""
+    thread, register = np.arange(128)[:, None], np.arange(columns // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register // 2 % 2)
+    return row, register // 4 * 8 + thread % 4 * 2 + register % 2
+
+
 def accumulators(matrix: np.ndarray) -> np.ndarray:
     """What each thread's registers hold of a 64 x N matrix of float32."""
-    thread, register = np.arange(128)[:, None], np.arange(matrix.shape[1] // 2)
-    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register // 2 % 2)
-    return matrix[row, register // 4 * 8 + thread % 4 * 2 + register % 2]
+    return matrix[accumulator_places(matrix.shape[1])]
 
 
 FILL = (
@@ -565,26 +585,24 @@ def wgmma(kind: str, image: np.ndarray, descriptors: list[int], start: np.ndarra
     """One product of what lies in shared memory; A is 64 x 16, B 16 x N."""
     count = start.shape[1] // 2
     names = [f"%f{i}" for i in range(count)]
-    move = [f"ld.global.f32 {name}, [%d7+{4 * i}];" for i, name in enumerate(names)]
+    loads = [f"ld.global.f32 {name}, [%d7+{4 * i}];" for i, name in enumerate(names)]
+    stores = [f"st.global.f32 [%d7+{4 * i}], {name};" for i, name in enumerate(names)]
     body = f"""
         {MEMORY} {START} {FILL}
-        mad.wide.u32 %d7, %r0, {4 * count}, %d2; {"".join(move)}
+        mad.wide.u32 %d7, %r0, {4 * count}, %d2; {"".join(loads)}
         mov.u64 %d5, {descriptors[0]}; mov.u64 %d6, {descriptors[1]}; setp.ne.u32 %p3, {add}, 0;
         wgmma.fence.sync.aligned;
         wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{kind}.{kind} {{{", ".join(names)}}},
             %d5, %d6, %p3, {signs[0]}, {signs[1]}, {turned[0]}, {turned[1]};
         wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-        mad.wide.u32 %d7, %r0, {4 * count}, %d0;
-        {"".join(x.replace("ld.global.f32", "st.global.f32").replace(f"{n}, [%d7+{4 * i}]", f"[%d7+{4 * i}], {n}") for i, (n, x) in enumerate(zip(names, move, strict=True)))}
+        mad.wide.u32 %d7, %r0, {4 * count}, %d0; {"".join(stores)}
         ret;
     """
     out = np.zeros((128, count), np.float32)
     arrays = {"out": out, "image": image, "start": accumulators(start)}
     run_text(kernel(body, tuple(arrays)), arrays, block=128)
     whole = np.zeros(start.shape)
-    thread, register = np.arange(128)[:, None], np.arange(count)
-    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register // 2 % 2)
-    whole[row, register // 4 * 8 + thread % 4 * 2 + register % 2] = out
+    whole[accumulator_places(start.shape[1])] = out
     return whole
 
 
@@ -598,13 +616,16 @@ MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.ali
 
 
 def test_blocks_of_a_cluster_read_each_others_memory() -> None:
-    body = CLUSTER + f"""
+    body = (
+        CLUSTER
+        + f"""
         st.shared.u32 [%r2], %r13;
         {MEET}
         mapa.shared::cluster.u32 %r14, %r2, %r11; ld.shared::cluster.u32 %r1, [%r14];
         getctarank.shared::cluster.u32 %r15, %r14; mad.lo.u32 %r1, %r15, 1000, %r1;
         {MEET}
     """
+    )
     got = words(body, grid=4, cluster=2).reshape(4, 32)
     for block in range(4):
         want = 100 * (block ^ 1) + np.arange(32) + 1000 * ((block ^ 1) % 2)
@@ -621,7 +642,9 @@ def test_blocks_of_a_cluster_read_each_others_memory() -> None:
 
 
 def test_generic_addresses_lead_to_other_blocks() -> None:
-    body = CLUSTER + f"""
+    body = (
+        CLUSTER
+        + f"""
         cvt.u64.u32 %d3, %r2; cvta.shared.u64 %d4, %d3; st.u32 [%d4], %r13;
         {MEET}
         mapa.u64 %d5, %d4, %r11; ld.u32 %r1, [%d5];
@@ -629,14 +652,20 @@ def test_generic_addresses_lead_to_other_blocks() -> None:
         isspacep.shared::cluster %p3, %d5; @%p3 add.u32 %r1, %r1, 1;
         {MEET}
     """
+    )
     got = words(body, grid=2, cluster=2)
     np.testing.assert_array_equal(got, [*range(101, 133), *range(1, 33)])
 
 
-EXCHANGE = CLUSTER + MAKE.format(count=1) + """
+EXCHANGE = (
+    CLUSTER
+    + MAKE.format(count=1)
+    + """
     st.shared.u32 [%r2], %r13;
     fence.proxy.async;
-    """ + MEET + """
+    """
+    + MEET
+    + """
     setp.eq.u32 %p1, %r0, 0; @!%p1 bra READ;
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 128;
     mov.u32 %r3, bar; mapa.shared::cluster.u32 %r16, %r3, %r11;
@@ -645,7 +674,9 @@ EXCHANGE = CLUSTER + MAKE.format(count=1) + """
 READ:
     WAIT
     ld.shared.u32 %r1, [%r2+1024];
-    """ + MEET
+    """
+    + MEET
+)
 SEND = """cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
     [%r17], [tile], 128, [%r16];"""
 
@@ -661,10 +692,10 @@ def test_copies_between_blocks_of_a_cluster() -> None:
 
 
 def test_a_few_bytes_to_another_block() -> None:
-    body = EXCHANGE.replace("@!%p1 bra READ;", "").replace("_, [bar], 128", "_, [bar], 128")
+    body = EXCHANGE.replace("@!%p1 bra READ;", "")
     body = body.replace("mbarrier.arrive.expect", "@%p1 mbarrier.arrive.expect")
-    send = """add.u32 %r17, %r17, %r2; st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32
-        [%r17], %r13, [%r16];"""
+    send = """add.u32 %r17, %r17, %r2;
+        st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r17], %r13, [%r16];"""
     body = body.replace("SEND", send)
     got = words(body.replace("WAIT", WAIT.format(0, 0)), grid=2, cluster=2)
     np.testing.assert_array_equal(got, [*range(100, 132), *range(32)])
@@ -687,14 +718,22 @@ def test_arrivals_at_another_blocks_mbarrier() -> None:
 
 def test_a_copy_for_all_blocks_of_a_cluster() -> None:
     """Each block waits at its own mbarrier for the bytes that one of them sends to all."""
-    copy = CLUSTER + MAKE.format(count=1) + """
+    copy = (
+        CLUSTER
+        + MAKE.format(count=1)
+        + """
         setp.eq.u32 %p1, %r0, 0;
         @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 128;
-        """ + MEET + """
+        """
+        + MEET
+        + """
         setp.eq.u32 %p4, %r10, 0; and.pred %p4, %p4, %p1; mov.u16 %h1, 3;
         @%p4 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
             [tile], [%d1], 128, [bar], %h1;
-        """ + WAIT.format(0, 0) + "ld.shared.u32 %r1, [%r2];"
+        """
+        + WAIT.format(0, 0)
+        + "ld.shared.u32 %r1, [%r2];"
+    )
     source, out = np.arange(100, 132, dtype=np.uint32), np.zeros(64, np.uint32)
     end = STORE.replace("%r0", "%r98")
     place = "mov.u32 %r99, %ctaid.x; mad.lo.u32 %r98, %r99, 32, %r0;"
@@ -708,8 +747,9 @@ def test_a_copy_for_all_blocks_of_a_cluster() -> None:
 
 def test_where_a_block_is_in_its_cluster() -> None:
     names = {
-        "%cluster_ctarank": [0, 1, 0, 1], "%cluster_nctarank": [2] * 4, "%clusterid.x": [0, 0, 1, 1],
-        "%nclusterid.x": [2] * 4, "%cluster_ctaid.x": [0, 1, 0, 1], "%cluster_nctaid.y": [1] * 4,
+        "%cluster_ctarank": [0, 1, 0, 1], "%cluster_ctaid.x": [0, 1, 0, 1],
+        "%cluster_nctarank": [2] * 4, "%cluster_nctaid.y": [1] * 4,
+        "%clusterid.x": [0, 0, 1, 1], "%nclusterid.x": [2] * 4,
     }  # fmt: skip
     for name, want in names.items():
         got = words(f"mov.u32 %r1, {name};", 32, grid=4, cluster=2)

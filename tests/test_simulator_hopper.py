@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "a stage freed too early": Fault(
         r'asm volatile\("wgmma.wait_group.sync.aligned 0;" ::: "memory"\);\n(.*\n)',
-        r'\1asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");' "\n",
+        r"\1asm volatile('wgmma.wait_group.sync.aligned 0;' ::: 'memory');".replace("'", '"'),
         faults.STILL_READ, "cp.async.bulk.tensor", "wgmma.mma_async",
     ),
     "arrivals for whole warps": Fault(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import faults, native
-from workbench.simulator.decode import Decoder
+from workbench.simulator.decode import Decoder, builder
 from workbench.simulator.engine import Chunk, Extension, Group, Outcome, Step
 from workbench.simulator.faults import SimulationError, at
 from workbench.simulator.mbarriers import MBarrier, MBarriers
@@ -341,16 +341,17 @@ class Departures(Extension):
         """A block that ends takes its shared memory with it."""
         present = set(lanes.tolist())
         done = [x for x in self.under_way if x.ends.lane in present]
-        for departure in done:
-            if departure.values is None and self.chunk.checks is not None:
-                where, other = self.chunk.launch.where(pc), self.chunk.launch.where(departure.ends.pc)
-                raise SimulationError(
-                    faults.STILL_READ,
-                    f"{self.chunk.name(departure.ends.lane)} exits at {at(where)}, and nothing waits "
-                    f"until the copy that it started at {at(other)} has read shared memory",
-                    where,
-                    other,
-                )
+        unread = [x for x in done if x.values is None]
+        if unread and self.chunk.checks is not None:
+            ends, launch = unread[0].ends, self.chunk.launch
+            where, other = launch.where(pc), launch.where(ends.pc)
+            raise SimulationError(
+                faults.STILL_READ,
+                f"{self.chunk.name(ends.lane)} exits at {at(where)}, and nothing waits until the "
+                f"copy that it started at {at(other)} has read shared memory",
+                where,
+                other,
+            )
         self._let_go(done, False)
 
 
@@ -587,7 +588,8 @@ class AsyncStore:
         return barriers.end_phase(self.barrier)
 
 
-def store_async(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+@builder("st.async")
+def _store_async(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     """``st.async``: a few bytes to another block of the cluster, counted at its mbarrier."""
     mods = instruction.mods
     if "mbarrier__complete_tx__bytes" not in mods:

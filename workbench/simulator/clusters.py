@@ -1,4 +1,4 @@
-"""Clusters of blocks: addresses in each other's shared memory, and barriers of all their threads."""
+"""Clusters of blocks: addresses in each other's shared memory, barriers of all their threads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def _mapa(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     base = 0 if named or isinstance(address, Sym) else SHARED_BASE
     result = 0 if named else SHARED_BASE
 
+    width = np.dtype(np.uint32 if kind == "u32" else np.uint64)
+
     def map_address(chunk: Chunk, group: Group) -> None:
         offset = (get(chunk.registers).astype(np.int64) - base) & ((1 << RANK) - 1)
         place = (get_rank(chunk.registers).astype(np.int64) + 1) << RANK | offset
-        put(chunk, (place + result).astype(np.uint64).astype(f"u{4 if kind == 'u32' else 8}"), group)
+        put(chunk, (place + result).astype(width), group)
 
     return map_address
 
@@ -84,7 +86,7 @@ class ClusterBarriers(Extension):
                 self.chunk.checks.clocks.leave_at(place, lanes[clusters == cluster])
         return self._end_phases()
 
-    def leave(self, lanes: Array, pc: int) -> None:
+    def leave(self, lanes: Array, pc: int) -> None:  # noqa: ARG002
         """Who has exited is not waited for."""
         clusters = np.bincount(self.cluster_of[lanes], minlength=self.arrived.size)
         self.arrived += clusters
@@ -126,7 +128,8 @@ class ClusterBarriers(Extension):
         self.own[lanes] = -1
 
 
-def cluster_barrier(instruction: Instruction, pc: int) -> Step:
+@builder("barrier.cluster")
+def _cluster_barrier(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     """``barrier.cluster.arrive`` and ``barrier.cluster.wait``."""
     mods = instruction.mods
     if "arrive" in mods:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import faults
-from workbench.simulator.clusters import cluster_barrier
 from workbench.simulator.decode import Decoder, Getter, builder
 from workbench.simulator.engine import Chunk, Group, Outcome, Step, group_of
 from workbench.simulator.faults import SimulationError, at
@@ -49,8 +48,6 @@ def _results(operand: Operand) -> tuple[Operand, Operand]:
 
 @builder("bar", "barrier")
 def _bar(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    if instruction.mods[0] == "cluster":
-        return cluster_barrier(instruction, pc)
     mods = [m for m in instruction.mods if m != "cta"]
     if mods[0] == "warp":
         members = decoder.get(instruction.operands[0], "u32")

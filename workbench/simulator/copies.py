@@ -56,7 +56,6 @@ class Copy:
             if code:
                 raise collision(chunk, self.access, targets, lanes, code)
 
-
     def without(self, chosen: Array) -> Copy:
         """The copies of the other lanes."""
         left = ~chosen
@@ -131,7 +130,7 @@ class ArrivalOfCopies:
 
 
 def _arriving(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    """``cp.async.mbarrier.arrive``; without ``.noinc`` the phase expects one arrival more for it."""
+    """``cp.async.mbarrier.arrive``; without ``.noinc`` the phase expects one more for it."""
     places = places_of(decoder, instruction, instruction.operands[0])
     access = Access(pc, "cluster", 8, False, native.STRONG)
     more = 0 if "noinc" in instruction.mods else 1

@@ -45,7 +45,7 @@ BUILDERS: dict[str, Builder] = {}
 
 
 def builder(*names: str) -> Callable[[Builder], Builder]:
-    """Register what makes the steps of some opcodes."""
+    """Register what makes the steps of some opcodes: their first word, or two: ``st.async``."""
 
     def register(function: Builder) -> Builder:
         BUILDERS.update(dict.fromkeys(names, function))
@@ -116,12 +116,11 @@ class Decoder:
                 ) from error
             steps.append(step)
         fixed = [(index, name) for name, index in self.fixed.items()]
-        return Code(
-            self.program, steps, fixed, self.types, self.module_addresses, [*self.watched]
-        )
+        return Code(self.program, steps, fixed, self.types, self.module_addresses, [*self.watched])
 
     def _step(self, instruction: Instruction, pc: int) -> Step:
-        build = BUILDERS.get(instruction.op, _arithmetic)
+        build = BUILDERS.get(".".join((instruction.op, *instruction.mods[:1])))
+        build = build or BUILDERS.get(instruction.op, _arithmetic)
         step = build(self, instruction, pc)
         if self.watched:
             from workbench.simulator.warpgroups import watch

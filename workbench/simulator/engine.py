@@ -4,9 +4,9 @@ A chunk of blocks runs at a time, one lane a CUDA thread; a register is an array
 lane. Lanes that stand at the same instruction form a group and execute it together. While there is
 more than one group, the one with the lowest program counter goes first, so that groups meet again
 where their paths join. Lanes that wait, at a barrier or for others of their warp, are parked until
-all whom they wait for have come; a group that polls memory lets the others go first. What goes on by itself, like an
-asynchronous copy, happens when nothing else can, in an order drawn from a seed: as late as possible,
-so that who forgets to wait for it sees that.
+all whom they wait for have come; a group that polls memory lets the others go first. What goes on
+by itself, like an asynchronous copy, happens when no lane can go on, in an order drawn from a seed:
+as late as possible, so that who forgets to wait for it sees that.
 """
 
 from __future__ import annotations
@@ -123,14 +123,15 @@ class Extension:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
 
-    def leave(self, lanes: Array, pc: int) -> None:
+    def leave(self, lanes: Array, pc: int) -> None:  # noqa: ARG002
         """Lanes have exited."""
+        return
 
     def give_up_waiting(self) -> bool:
         """No lane can go on and nothing is pending: whether some need not wait any longer."""
         return False
 
-    def why_waiting(self, lanes: Array) -> str:
+    def why_waiting(self, lanes: Array) -> str:  # noqa: ARG002
         """What lanes that wait in vain wait for, to end a message."""
         return ""
 
@@ -572,7 +573,7 @@ class Chunk:
     def meet(
         self, group: Group, pc: int, members: Any, action: Step, *, everybody: bool = False
     ) -> Outcome:
-        """Let `action` happen once all lanes of the warp that `members` (a bit each) names have come.
+        """Let `action` happen once all lanes of a warp that `members` (a bit each) names have come.
 
         Who has exited is not waited for unless `everybody` must be there.
         """

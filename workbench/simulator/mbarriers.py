@@ -94,8 +94,8 @@ class MBarriers(Extension):
             where = self.chunk.launch.where(pc)
             raise SimulationError(
                 faults.MBARRIER,
-                f"{self.chunk.name(lane)} at {at(where)} uses byte {offset} of shared memory, where "
-                "no mbarrier.init has made one",
+                f"{self.chunk.name(lane)} at {at(where)} uses byte {offset} of shared memory, "
+                "where no mbarrier.init has made one",
                 where,
             )
         return barrier
@@ -126,7 +126,7 @@ class MBarriers(Extension):
             )
 
     def end_phase(self, barrier: MBarrier) -> list[tuple[int, Group]]:
-        """End the phase if nothing is missing; the lanes that waited for it, and where they go on."""
+        """End the phase if nothing is missing; who waited for it, and where they go on."""
         if barrier.pending or barrier.bytes:
             return []
         chunk = self.chunk
@@ -141,7 +141,7 @@ class MBarriers(Extension):
         return [self._resume(x, barrier) for x in waiting]
 
     def _resume(self, waiting: Waiting, barrier: MBarrier | None) -> tuple[int, Group]:
-        """Let parked lanes go on: the phase has ended or, without `barrier`, they tire of waiting."""
+        """Let parked lanes go on: the phase has ended or, without `barrier`, they give up."""
         chunk = self.chunk
         mask = np.zeros(chunk.size, bool)
         mask[waiting.lanes] = True
@@ -170,8 +170,8 @@ class MBarriers(Extension):
         for barrier in self.table.values():
             if any(np.isin(x.lanes, lanes).any() for x in barrier.waiting):
                 return (
-                    f", in phase {barrier.phase} of the one at byte {barrier.offset}, which expects "
-                    f"{barrier.pending} more of {barrier.count} arrivals and {barrier.bytes} bytes"
+                    f", in phase {barrier.phase} of the one at byte {barrier.offset}, which expects"
+                    f" {barrier.pending} more of {barrier.count} arrivals and {barrier.bytes} bytes"
                 )
         return ""
 
@@ -297,7 +297,7 @@ def _arrive(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
                     line = chunk.launch.where(pc)
                     raise SimulationError(
                         faults.MBARRIER,
-                        f"{chunk.name(lane)} at {at(line)} ends a phase, which .noComplete excludes",
+                        f"{chunk.name(lane)} at {at(line)} ends a phase despite .noComplete",
                         line,
                     )
         put(chunk, states, group)
@@ -378,8 +378,9 @@ def _wait(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     return wait
 
 
-def proxy_fence(instruction: Instruction) -> Step:
-    """``fence.proxy.async`` and ``fence.mbarrier_init``; those of other proxies change nothing."""
+@builder("fence.proxy", "fence.mbarrier_init")
+def _proxy_fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    """What threads wrote becomes visible to asynchronous copies; no other proxy is simulated."""
     everything = "async" in [m.partition("__")[0] for m in instruction.mods]
     if not everything and "mbarrier_init" not in instruction.mods:
         return lambda chunk, group: None

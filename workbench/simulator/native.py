@@ -19,12 +19,13 @@ PAGE_BITS = 9  # regions begin at multiples of 512 bytes, as CuPy's allocations 
 SECTOR_BYTES = 32
 
 # What can be wrong with an access.
-OUT_OF_RANGE, MISALIGNED, READ_ONLY, UNWRITTEN, IN_FLIGHT, RACE, UNFENCED, STILL_READ = range(1, 9)
+OUT_OF_RANGE, MISALIGNED, READ_ONLY, UNWRITTEN = range(1, 5)
+IN_FLIGHT, RACE, UNFENCED, STILL_READ = range(5, 9)
 
 READABLE, WRITABLE = 1, 2
 
-# A tag says who touched memory last: who << WHO | instruction << PC | flags. Who is block << BLOCK |
-# thread; from FIRST_ENGINE on it is no thread but a stream of asynchronous operations of the block.
+# A tag says who touched memory last: who << WHO | instruction << PC | flags. Who is block << BLOCK
+# | thread; from FIRST_ENGINE on that is no thread but a stream of asynchronous operations.
 WHO, PC, PC_MASK = 26, 2, 2**24 - 1
 BLOCK, IN_BLOCK, FIRST_ENGINE = 11, 2**11 - 1, 1024
 FLYING, STRONG = 2, 1

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from workbench.simulator.engine import Chunk, Launch
 
 Array = Any  # numpy.ndarray
-MAX_KNOWN = 1 << 24  # numbers; if blocks would have to know more of each other, they are not checked
+MAX_KNOWN = (
+    1 << 24
+)  # numbers; if blocks would have to know more of each other, they are not checked
 _NEVER, _ALWAYS = 0, 1  # what is known between blocks that have nothing to tell each other
 
 

@@ -187,13 +187,15 @@ def collision(
     other, earlier = launch.where(pc), launch.code.program.instructions[pc]
     did = "read" if _reads(earlier, access.space) else "wrote"
     who = f"thread {thread} of block {block}"
+    missing = f"a copy that {who} started at {at(other)}"
     if thread >= native.FIRST_ENGINE:
         names = {"cp": "a bulk copy", "st": "st.async"}
         who = f"{names.get(earlier.op, earlier.op)} of block {block}"
+        missing = f"{who}, started at {at(other)},"
     told = {
         native.IN_FLIGHT: (
             faults.RACE if access.write else faults.IN_FLIGHT,
-            f"where a copy that {who} started at {at(other)} has not arrived",
+            f"where {missing} has not arrived",
         ),
         native.STILL_READ: (
             faults.STILL_READ,
@@ -374,10 +376,6 @@ def _ld_param(decoder: Decoder, target: Operand, source: Operand, kind: str, cou
 
 @builder("st")
 def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    if "async" in instruction.mods:
-        from workbench.simulator.bulk import store_async
-
-        return store_async(decoder, instruction, pc)
     target, source = _without_hint(instruction)
     kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
     space, element = _space(decoder, instruction, target), SIZES[kind]
@@ -445,7 +443,7 @@ def _in_turns(cells: Array) -> Iterator[Array]:
 
 @builder("atom", "red")
 def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    """One lane after the other, as the memory does; of a vector or a pair, each number by itself."""
+    """One lane after the other, as the memory does; of a vector, each number by itself."""
     mods, kind, count = instruction.mods, instruction.mods[-1], _vector(instruction)
     operands = list(_without_hint(instruction))
     target = operands.pop(0) if instruction.op == "atom" else None
@@ -519,11 +517,6 @@ def _createpolicy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 
 @builder("membar", "fence")
 def _fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    if {"proxy", "mbarrier_init"} & {*instruction.mods}:
-        from workbench.simulator.mbarriers import proxy_fence
-
-        return proxy_fence(instruction)
-
     def fence(chunk: Chunk, group: Group) -> None:
         if chunk.checks is not None:
             chunk.checks.order.fence(group.lanes)

@@ -160,10 +160,13 @@ class Warpgroups(Extension):
             row = int(rows[wrong.any(1)][0])
             other = chunk.launch.where(int(self.writer[row]))
             lane = int(warps[wrong.any(0)][0]) * WARP
-            words = f"whose registers were written at {at(other)}, with no wgmma.fence in between"
+            words = f"whose registers {at(other)} wrote, with no wgmma.fence in between"
         raise SimulationError(
-            faults.WGMMA_FENCE, f"{chunk.name(lane)} issues wgmma at {at(where)}, {words}", where, other
-        )  # fmt: skip
+            faults.WGMMA_FENCE,
+            f"{chunk.name(lane)} issues wgmma at {at(where)}, {words}",
+            where,
+            other,
+        )
 
 
 _NONE = np.zeros(0, np.int64)
@@ -201,7 +204,9 @@ def _targets_and_sources(instruction: Instruction) -> tuple[list[int], list[int]
     """Numbers of the registers that an instruction writes, and that it reads."""
     operands = instruction.operands
     first = 0 if instruction.op in ("st", "red", "bra", "stmatrix", "bar", "barrier") else 1
-    split = [[i for x in part for i in _registers_in(x)] for part in (operands[:first], operands[first:])]
+    split = [
+        [i for x in part for i in _registers_in(x)] for part in (operands[:first], operands[first:])
+    ]
     return split[0], split[1]
 
 
@@ -335,16 +340,15 @@ class Product:
         mask[lanes] = True
         group = group_of(mask)
         d_kind, a_kind, b_kind = form.kinds
-        ranks = np.searchsorted(self.warps, warps)
+        ranks: Array = np.searchsorted(self.warps, warps)
         if form.fragment is None:
             rows = (16 * ranks[:, None] + np.arange(16)).reshape(-1)
             left = _load(chunk, self.left[rows], a_kind).reshape(-1, 16, form.k)
         else:
-            words = self.left.reshape(len(form.fragment), WARPS, WARP)[:, ranks].reshape(
-                len(form.fragment), -1
-            )
-            places = places_a(len(form.fragment), elements_in_register(a_kind))
-            left = gather(list(words), a_kind, (16, form.k), places)
+            count = len(form.fragment)
+            words = self.left.reshape(count, WARPS, WARP)[:, ranks].reshape(count, -1)
+            places = places_a(count, elements_in_register(a_kind))
+            left = gather([*words], a_kind, (16, form.k), places)
         right = _load(chunk, self.right, b_kind)
         result = form.signs[0] * form.signs[1] * (left @ right.T)
         places_d = _places_d(len(form.puts), elements_in_register(d_kind))
@@ -468,7 +472,9 @@ def _issue(
         values = chunk.spread(get(chunk.registers))[lanes]
         if (values != values[0]).any():
             lane = int(lanes[np.flatnonzero(values != values[0])[0]])
-            raise _unequal(chunk, pc, lane, f"its {what} is not that of the warpgroup's first thread")
+            raise _unequal(
+                chunk, pc, lane, f"its {what} is not that of the warpgroup's first thread"
+            )
         return int(values[0])
 
     warps = lanes[::WARP] // WARP
@@ -553,4 +559,3 @@ def _setmaxnreg(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 
 def _agree(chunk: Chunk, group: Group) -> Outcome:
     return None
-
