@@ -606,6 +606,134 @@ def wgmma(kind: str, image: np.ndarray, descriptors: list[int], start: np.ndarra
     return whole
 
 
+# What opcodes name: NumPy's type, depth; A and B lie K-major, rows of 32 bytes, without a swizzle.
+KINDS: dict[str, tuple[Any, int]] = {
+    "f32.f16.f16": (np.float16, 16), "f16.f16.f16": (np.float16, 16),
+    "f32.bf16.bf16": (BFLOAT16, 16), "f32.tf32.tf32": (np.float32, 8),
+    "f32.e4m3.e4m3": (ml_dtypes.float8_e4m3fn, 32), "f32.e5m2.e5m2": (ml_dtypes.float8_e5m2, 32),
+    "s32.s8.s8": (np.int8, 32), "s32.u8.u8": (np.uint8, 32),
+}  # fmt: skip
+
+
+def fragment(a: np.ndarray) -> np.ndarray:
+    """What each thread's four registers hold of a 64 x K matrix A."""
+    each = 4 // a.itemsize
+    thread, register = np.arange(128)[:, None, None], np.arange(4)[:, None]
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register % 2)
+    depth = each * (thread % 4) + np.arange(each) + 4 * each * (register // 2)
+    return np.ascontiguousarray(a[row, depth]).view(np.uint32)[..., 0]
+
+
+@pytest.mark.parametrize("columns", [8, 64, 256])
+@pytest.mark.parametrize("from_registers", [False, True])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_types_and_sizes(kinds: str, from_registers: bool, columns: int) -> None:
+    dtype, depth = KINDS[kinds]
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, 5, (n, depth)).astype(dtype) for n in (64, columns))
+    image = np.zeros(16384, np.uint8)
+    for matrix, start in ((a, 0), (b, 2048)):
+        chunks = np.ascontiguousarray(matrix).view(np.uint8).reshape(matrix.shape[0], 2, 16)
+        flat = chunks.transpose(1, 0, 2).reshape(-1)
+        image[start : start + flat.size] = flat
+    half = kinds.startswith("f16")
+    count = columns // (4 if half else 2)
+    words = [f"%r{i}" for i in range(20, 20 + count)]
+    # Signs of A and B, and of 16-bit elements in shared memory whether they are turned.
+    flags = "" if kinds.startswith("s32") else ", 1, 1"
+    if np.dtype(dtype).itemsize == 2:
+        flags += ", 0" if from_registers else ", 0, 0"
+    descriptor = [
+        128 >> 4 << 32 | rows * 16 >> 4 << 16 | start >> 4
+        for rows, start in ((64, 0), (columns, 2048))
+    ]
+    source = "{%r4, %r5, %r6, %r7}" if from_registers else "%d5"
+    body = f"""
+        {MEMORY} {START} {FILL}
+        mad.wide.u32 %d7, %r0, 16, %d2; ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%d7];
+        mov.u64 %d5, {descriptor[0]}; mov.u64 %d6, {descriptor[1]}; setp.ne.u32 %p3, 0, 0;
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{kinds} {{{", ".join(words)}}},
+            {source}, %d6, %p3{flags};
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+        mad.wide.u32 %d7, %r0, {4 * count}, %d0;
+        {"".join(f"st.global.u32 [%d7+{4 * i}], {word};" for i, word in enumerate(words))}
+        ret;
+    """
+    out = np.zeros((128, count), np.uint32)
+    arrays = {"out": out, "image": image, "fragment": fragment(a)}
+    text = kernel(body, tuple(arrays)).replace("%r<128>", "%r<160>")
+    run_text(text, arrays, block=128)
+    want = a.astype(np.float64) @ b.astype(np.float64).T
+    if half:
+        thread, register = np.arange(128)[:, None, None], np.arange(count)[:, None]
+        row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register % 2)
+        column = register // 2 * 8 + thread % 4 * 2 + np.arange(2)
+        np.testing.assert_array_equal(
+            out.view(np.float16).reshape(128, count, 2), want[row, column]
+        )
+        return
+    result = np.zeros(want.shape)
+    result[accumulator_places(columns)] = out.view(np.int32 if kinds[0] == "s" else np.float32)
+    np.testing.assert_array_equal(result, want)
+
+
+# One product with A in registers; faults are planted around it.
+PRODUCT = f"""
+    mov.u64 %d6, {128 >> 4 << 32 | 128 >> 4 << 16}; setp.ne.u32 %p3, 0, 0;
+    mov.u32 %r4, 0; mov.u32 %r5, 0; mov.f32 %f0, 0f00000000;
+    BEFORE
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f0, %f1, %f2, %f3}},
+        {{%r4, %r5, %r4, %r5}}, %d6, %p3, 1, 1, 0;
+    AFTER
+    wgmma.wait_group.sync.aligned 0;
+    cvt.rzi.u32.f32 %r1, %f0;
+"""
+FENCE_FIRST, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+PRODUCTS = {
+    "right": (FENCE_FIRST, COMMIT, None),
+    "no fence": ("", COMMIT, faults.WGMMA_FENCE),
+    "A written after the fence": (
+        FENCE_FIRST + "add.u32 %r4, %r4, 1;", COMMIT, faults.WGMMA_FENCE
+    ),
+    "an accumulator written after the fence": (
+        FENCE_FIRST + "add.f32 %f1, %f1, %f1;", COMMIT, faults.WGMMA_FENCE
+    ),
+    "no commit": (FENCE_FIRST, "", faults.ACCUMULATOR),
+    "an accumulator read": (FENCE_FIRST, COMMIT + "add.f32 %f9, %f1, %f1;", faults.ACCUMULATOR),
+    "an accumulator written": (FENCE_FIRST, COMMIT + "mov.f32 %f1, %f9;", faults.ACCUMULATOR),
+    "A written": (FENCE_FIRST, COMMIT + "add.u32 %r5, %r5, 1;", faults.ACCUMULATOR),
+    "A read": (FENCE_FIRST, COMMIT + "add.u32 %r9, %r5, 1;", None),
+    "B overwritten": (FENCE_FIRST, COMMIT + "@%p6 st.shared.u32 [tile], 1;", faults.STILL_READ),
+    "another depth in a warp": (
+        FENCE_FIRST + "setp.eq.u32 %p4, %r0, 40; @%p4 add.u64 %d6, %d6, 1;", COMMIT,
+        faults.ACCUMULATOR,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_registers_of_a_product(name: str) -> None:
+    before, after, kind = PRODUCTS[name]
+    fill = "shl.b32 %r2, %r0, 7;" + "".join(
+        f"st.shared.u32 [%r2+{i}], 0;" for i in range(0, 128, 4)
+    )
+    body = fill + "fence.proxy.async; bar.sync 0; setp.eq.u32 %p6, %r0, 0;" + PRODUCT
+    body = body.replace("BEFORE", before)
+    body = body.replace("AFTER", after)
+    if kind is None:
+        np.testing.assert_array_equal(words(body, 128), np.zeros(128))
+        return
+    assert fault_of(body, 128).kind == kind
+
+
+def test_a_product_needs_a_whole_warpgroup() -> None:
+    body = PRODUCT.replace("BEFORE", FENCE_FIRST).replace("AFTER", COMMIT)
+    assert fault_of(body, 96).kind == faults.ACCUMULATOR
+    some = "setp.ge.u32 %p5, %r0, 96; @%p5 bra END;" + body + "END: bar.sync 0;"
+    assert fault_of(some, 128).kind == faults.DEADLOCK
+
+
 # -------------------------------------------------------------------------------- clusters
 
 CLUSTER = """

@@ -426,8 +426,7 @@ def _mma_async(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     numbers = [x.value if isinstance(x, Imm) else 0 for x in flags]
     from_registers = isinstance(a, Vec)
     # Integer products have no signs; only 16-bit elements can be turned.
-    turns = numbers[2:] if SIZES[a_kind] == 2 else []
-    turns = ([0, *turns] if from_registers else turns) or [0, 0]
+    turns = [0] * from_registers + (numbers[2:] if SIZES[a_kind] == 2 else []) + [0, 0]
     signs = [x if x < 2 else x - (1 << 32) for x in numbers[:2]] or [1, 1]
     word = "b32"
     items_d = d.items if isinstance(d, Vec) else ()
