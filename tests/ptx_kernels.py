@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ def run_text(
     arrays: Mapping[str, np.ndarray],
     *,
     outputs: tuple[str, ...] = ("out",),
-    grid: int = 1,
-    block: int = 32,
+    grid: int | tuple[int, ...] = 1,
+    block: int | tuple[int, ...] = 32,
     shared: int = 0,
     checks: bool = True,
     words: tuple[int, ...] = (),
@@ -57,10 +58,62 @@ def run_text(
     params = np.array([*pointers, *words], np.uint64).tobytes()
     checker = Checker(memory) if checks else None
     code = decode(parse(text, "k"))
-    launch = engine.Launch(code, grid, block, shared, params, memory, checker, **options)
+    shapes = [x if isinstance(x, tuple) else (x,) for x in (grid, block)]
+    launch = engine.Launch(code, *shapes, shared, params, memory, checker, **options)
     engine.run(launch)
     memory.copy_back()
     return launch
+
+
+def run_with(
+    text: str,
+    name: str,
+    arrays: Mapping[str, np.ndarray],
+    parameters: Callable[[Mapping[str, int]], Sequence[bytes | int]],
+    *,
+    outputs: tuple[str, ...] = ("out",),
+    grid: int = 1,
+    block: int = 128,
+    shared: int = 0,
+    checks: bool = True,
+    **options: Any,
+) -> engine.Launch:
+    """Run a kernel whose parameters are made from the addresses of the arrays.
+
+    An int is a parameter of 32 bits; bytes are one that is aligned to its size, up to 64.
+    """
+    memory = GlobalMemory(
+        {key: Buffer(x, key in outputs, key not in outputs) for key, x in arrays.items()}
+    )
+    data = b""
+    for x in parameters(memory.addresses):
+        one = x if isinstance(x, bytes) else int(x).to_bytes(4, "little")
+        data = data.ljust(-(-len(data) // min(len(one), 64)) * min(len(one), 64), b"\0") + one
+    checker = Checker(memory) if checks else None
+    code = decode(parse(text, name))
+    launch = engine.Launch(code, (grid,), (block,), shared, data, memory, checker, **options)
+    engine.run(launch)
+    memory.copy_back()
+    return launch
+
+
+def compile_cuda(source: str, **defines: int) -> str:
+    """PTX for sm_90a of a source that includes nothing; needs NVRTC."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], [])
+    options = [b"--gpu-architecture=compute_90a", b"-lineinfo"]
+    options += [f"-D{name}={value}".encode() for name, value in defines.items()]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    get, size = (
+        (nvrtc.nvrtcGetPTX, nvrtc.nvrtcGetPTXSize)
+        if result == nvrtc.nvrtcResult.NVRTC_SUCCESS
+        else (nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetProgramLogSize)
+    )
+    text = b" " * (size(program)[1] + 1)
+    get(program, text)
+    decoded = text.decode().rstrip("\0 ")
+    assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS, decoded
+    return decoded
 
 
 def run_body(body: str, arrays: Mapping[str, np.ndarray], **options: Any) -> engine.Launch:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ptx_kernels import kernel, run_body, run_text
 
-from workbench.simulator import faults, lines, ops
+from workbench.simulator import checks, faults, lines, ops, order
 from workbench.simulator.faults import SimulationError
 from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Location, PTXError, parse
@@ -453,6 +454,18 @@ def test_special_registers() -> None:
 # ------------------------------------------------------------------------------- global memory
 
 
+def test_what_is_too_large_to_be_checked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = np.zeros(64, np.uint32)
+    body = "st.global.u32 [%d0], 1; ret;"
+    monkeypatch.setattr(checks, "MAX_SHADOW", 32)
+    with pytest.warns(checks.UncheckedWarning, match=r"races in out \(64,\) are not looked for"):
+        run_body(body, {"out": out}, block=1, grid=2)
+    monkeypatch.setattr(order, "MAX_KNOWN", 10)
+    arrays = {"out": np.zeros(1, np.uint32), "turn": np.zeros(1, np.uint32)}
+    with pytest.warns(checks.UncheckedWarning, match="races between the 7 blocks of k"):
+        run_body(SPIN, arrays, outputs=("out", "turn"), grid=7)
+
+
 def test_atomics_one_after_the_other() -> None:
     for op, start, want in (("add", 5, 5 + 496), ("max", 7, 31), ("min", 7, 0), ("or", 0, 31)):
         counter = np.full(1, start, np.uint32)
@@ -471,6 +484,65 @@ def test_atomics_one_after_the_other() -> None:
     floats = np.zeros(1, np.float32)
     run_body("mov.f32 %f1, 0f3F000000; red.global.add.f32 [%d0], %f1; ret;", {"out": floats})
     assert floats[0] == 16
+
+
+def test_vectors_and_pairs_are_added_number_by_number() -> None:
+    lane = np.arange(32)
+    out = np.zeros(4, np.float32)
+    add = "cvt.rn.f32.u32 %f1, %r0; mov.f32 %f2, 0f3F800000;"
+    run_body(f"{add} red.global.add.v4.f32 [%d0], {{%f1, %f2, %f1, %f2}}; ret;", {"out": out})
+    np.testing.assert_array_equal(out, [496, 32, 496, 32])
+    out, old = np.zeros(2, np.float32), np.zeros((32, 2), np.float32)
+    body = f"""{add} atom.global.add.v2.f32 {{%f3, %f4}}, [%d0], {{%f1, %f2}};
+        mad.wide.u32 %d10, %r0, 8, %d1; st.global.v2.f32 [%d10], {{%f3, %f4}}; ret;"""
+    run_body(body, {"out": out, "old": old}, outputs=("out", "old"))
+    np.testing.assert_array_equal(old, np.stack([np.cumsum(lane) - lane, lane], axis=-1))
+    for kind, dtype in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16)):
+        halves = np.zeros(4, dtype)
+        convert = f"cvt.rn.{kind}x2.f32 %r5, %f2, %f1;"
+        one = f"red.global.add.noftz.{kind}x2 [%d0], %r5;"
+        two = f"red.global.add.noftz.v2.{kind}x2 [%d0], {{%r5, %r5}};"
+        run_body(f"{add} {convert} {one} {two} ret;", {"out": halves}, block=8)
+        np.testing.assert_array_equal(halves.astype(np.float32), [56, 16, 28, 8])
+    body = f"{add} red.global.add.v4.f32 [%d0+8], {{%f1, %f2, %f1, %f2}}; ret;"
+    with pytest.raises(SimulationError) as caught:
+        run_body(body, {"out": np.zeros(8, np.float32)})
+    assert caught.value.kind == faults.MISALIGNED
+
+
+def test_additions_to_global_memory_flush_subnormal_numbers() -> None:
+    tiny, out = np.full(1, 2.0**-130, np.float32), np.zeros(2, np.float32)
+    body = f"""
+        {SHARED}
+        ld.global.f32 %f1, [%d1]; st.shared.f32 [tile], %f1; bar.warp.sync 0xffffffff;
+        atom.shared.add.f32 %f2, [tile], %f1; ld.volatile.shared.f32 %f3, [tile];
+        st.global.f32 [%d0+4], %f3; red.global.add.f32 [%d0], %f1; ret;
+    """
+    run_body(body, {"out": out, "tiny": tiny}, block=1)
+    np.testing.assert_array_equal(out, [0, 2.0**-129])
+
+
+def test_grids_and_blocks_of_several_axes() -> None:
+    """What a thread and its block are numbered by, and how large the axes are."""
+    body = """
+        mov.u32 %r2, %tid.x; mov.u32 %r3, %tid.y; mov.u32 %r4, %tid.z;
+        mov.u32 %r5, %ctaid.x; mov.u32 %r6, %ctaid.y; mov.u32 %r7, %ctaid.z;
+        mov.u32 %r8, %ntid.x; mov.u32 %r9, %ntid.y; mov.u32 %r10, %nctaid.x;
+        mov.u32 %r11, %nctaid.y; mov.u32 %r12, %ntid.z;
+        mad.lo.u32 %r13, %r4, %r9, %r3; mad.lo.u32 %r13, %r13, %r8, %r2;
+        mad.lo.u32 %r14, %r7, %r11, %r6; mad.lo.u32 %r14, %r14, %r10, %r5;
+        mul.lo.u32 %r15, %r8, %r9; mul.lo.u32 %r15, %r15, %r12;
+        mad.lo.u32 %r16, %r14, %r15, %r13; mad.wide.u32 %d10, %r16, 4, %d0;
+        mad.lo.u32 %r17, %r4, 10, %r3; mad.lo.u32 %r17, %r17, 10, %r2;
+        mad.lo.u32 %r18, %r7, 10, %r6; mad.lo.u32 %r18, %r18, 10, %r5;
+        mad.lo.u32 %r17, %r18, 1000, %r17; st.global.u32 [%d10], %r17; ret;
+    """
+    grid, block = (3, 2, 2), (8, 3, 2)
+    out = np.zeros(12 * 48, np.uint32)
+    run_text(kernel(body, ("out",)), {"out": out}, grid=grid, block=block)
+    index = np.indices((2, 2, 3, 2, 3, 8)).reshape(6, -1)
+    digits = index * np.array([100000, 10000, 1000, 100, 10, 1])[:, None]
+    np.testing.assert_array_equal(out, digits.sum(0))
 
 
 SPIN = """

@@ -531,7 +531,94 @@ def test_pairs_of_halves(kind: str) -> None:
         same(got[:, 1].copy(), high.astype(FLOATS[kind]))
 
 
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+def test_rounding_in_a_direction(mode: str, kind: str) -> None:
+    """The neighbour of the exact result on the right side, for every operation that has it."""
+    a, b, c = (floats(kind, seed) for seed in range(3))
+    c[-8:] = -a[-8:] * b[-8:]
+    b[:32] = -a[:32]
+    a[-4:], b[-4:] = a[-4:] * a.dtype.type(2.0**-100), b[-4:] * a.dtype.type(2.0**-100)
+    operations: dict[str, tuple[Any, Callable[..., Fraction]]] = {
+        "add": ((a, b), lambda x, y: x + y), "sub": ((a, -b), lambda x, y: x - y),
+        "mul": ((a, b), lambda x, y: x * y), "fma": ((a, b, c), lambda x, y, z: x * y + z),
+        "div": ((a, b), lambda x, y: x / y), "rcp": ((a,), lambda x: 1 / x),
+    }  # fmt: skip
+    for name, (values, exact) in operations.items():
+        got = apply(f"{name}.{mode}.{kind}", values, a.dtype)
+        for *x, y in zip(*values, got, strict=True):
+            numbers = [float(v) for v in x]
+            if not all(map(math.isfinite, numbers)) or (name in ("div", "rcp") and not x[-1]):
+                continue
+            want = exact(*map(Fraction, numbers))
+            check_direction(want, y, mode)
+            if want == 0 and name == "add" and numbers[0] != 0:
+                assert math.copysign(1, y) == (-1 if mode == "rm" else 1)
+    got = apply(f"sqrt.{mode}.{kind}", (np.abs(a),), a.dtype)
+    for x, y in zip(np.abs(a), got, strict=True):
+        if np.isfinite(x) and x > 0:
+            square, up = Fraction(float(y)) ** 2, Fraction(float(np.nextafter(y, y * 2))) ** 2
+            low = Fraction(float(np.nextafter(y, y / 2))) ** 2
+            number = Fraction(float(x))
+            assert low < number <= square if mode == "rp" else square <= number < up
+
+
+def check_direction(want: Fraction, got: Any, mode: str) -> None:
+    """Whether `got` is the neighbour of the exact number in the direction of a rounding."""
+    down = mode == "rm" or (mode == "rz" and want > 0)
+    dtype = got.dtype
+    with np.errstate(over="ignore"):
+        below, above = (float(np.nextafter(got, dtype.type(x))) for x in (-np.inf, np.inf))
+    if np.isinf(got):
+        largest = Fraction(float(np.finfo(dtype).max))
+        assert (got > 0 and want > largest and not down) or (got < 0 and want < -largest and down)
+    elif down:
+        assert Fraction(float(got)) <= want
+        assert math.isinf(above) or want < Fraction(above)
+    else:
+        assert want <= Fraction(float(got))
+        assert math.isinf(below) or Fraction(below) < want
+
+
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+@pytest.mark.parametrize("source", ["s32", "u32", "s64", "u64"])
+def test_whole_numbers_rounded_in_a_direction(source: str, mode: str) -> None:
+    a = integers(source, 1)
+    for target in ("f32", "f64"):
+        got = apply(f"cvt.{mode}.{target}.{source}", (a,), FLOATS[target])
+        for x, y in zip(a.tolist(), got, strict=True):
+            check_direction(Fraction(x), y, mode)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_eighths(kind: str) -> None:
+    """8-bit floats come in pairs."""
+    dtype: Any = ml_dtypes.float8_e4m3fn if kind == "e4m3" else ml_dtypes.float8_e5m2
+    largest = float(ml_dtypes.finfo(dtype).max)
+    high, low = (np.clip(floats("f32", seed) * 8, -1e9, 1e9) for seed in (1, 2))
+
+    def narrow(x: np.ndarray) -> np.ndarray:
+        return np.clip(x.astype(np.float32), -largest, largest).astype(dtype)
+
+    got = apply(f"cvt.rn.satfinite.{kind}x2.f32", (high, low), np.uint16).view(dtype)
+    same(got.reshape(-1, 2)[:, 1].copy(), narrow(high))
+    same(got.reshape(-1, 2)[:, 0].copy(), narrow(low))
+    positive = apply(f"cvt.rn.satfinite.relu.{kind}x2.f32", (high, low), np.uint16).view(dtype)
+    assert not (positive.astype(np.float32) < 0).any()
+    halves = np.stack([low, high], axis=-1).astype(np.float16)
+    got = apply(f"cvt.rn.satfinite.{kind}x2.f16x2", (halves.view(np.uint32)[:, 0],), np.uint16)
+    same(got.view(dtype), narrow(halves.reshape(-1)))
+    pairs = np.arange(0, 2**16, 2**8 + 1).astype(np.uint16)
+    back = apply(f"cvt.rn.f16x2.{kind}x2", (pairs,), np.uint32)
+    same(back.view(np.float16), pairs.view(dtype).astype(np.float16))
+
+
 def test_tf32() -> None:
+    even = np.array([1 + 2**-11, 1 + 3 * 2**-11, -1 - 2**-11, np.inf], np.float32)
+    for mode, want in (("rn", [1, 1 + 2**-9, -1, np.inf]), ("rz", [1, 1 + 2**-10, -1, np.inf])):
+        got = apply(f"cvt.{mode}.tf32.f32", (even,), np.uint32).view(np.float32)
+        same(got, np.array(want, np.float32))
     a = np.array([1 + 2**-11, 1 + 2**-10, 1 + 3 * 2**-11, -1 - 2**-11, 3.0], np.float32)
     want = np.array([1 + 2**-10, 1 + 2**-10, 1 + 2**-9, -1 - 2**-10, 3.0], np.float32)
     same(apply("cvt.rna.tf32.f32", (a,), np.uint32).view(np.float32), want)
@@ -541,7 +628,7 @@ def test_tf32() -> None:
 
 
 UNKNOWN = [
-    "frobnicate.s32", "add.rz.f32", "cvt.rn.e4m3x2.f32", "mul.f8", "min.xorsign.abs.f32",
+    "frobnicate.s32", "add.rz.f16", "cvt.rn.e4m3x2.f32", "mul.f8", "min.xorsign.abs.f32",
     "cvt.rn.satfinite.f16.f32", "setp.lt.f16x2", "add.sat.f16x2", "prmt.f4e.b32",
 ]  # fmt: skip
 

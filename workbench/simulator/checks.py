@@ -1,31 +1,35 @@
-"""Who touched which memory last: races, reads of what nobody wrote, copies still under way.
+"""Who touched memory last: races, reads of what nobody wrote, copies still under way.
 
 Every granule of memory (the smallest piece that the kernel accesses) has a shadow: the last write
-and the last reads, each with thread, instruction and a stamp of how many barriers its block and
-its warp had passed. Two accesses by different threads, at least one of them a write, are in order
-if a barrier lies between them, if both are in one warp and a `bar.warp.sync` does, or, between
-blocks, if the first block released and the second acquired a value after it. Otherwise they race,
-whether or not the values came out right this time.
+and the last reads, each with thread, instruction and a stamp that says when. Two accesses by
+different threads, at least one of them a write, race unless something puts them in order
+(`order`), whether or not the values came out right this time. Asynchronous operations, which write
+and read on their own, are noted like threads; what they write may not be touched before it has
+arrived, and what they read may not be overwritten before they have read it.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.simulator import native
-from workbench.simulator.memory import GlobalMemory
+from workbench.simulator.memory import GlobalMemory, Region
 from workbench.simulator.native import INITIAL, NOBODY, SHADOW_COLUMNS, WRITE
+from workbench.simulator.order import Clocks, Counters, Knowledge, Order
 from workbench.simulator.ptx import SIZES, Program
 
 if TYPE_CHECKING:
-    from workbench.simulator.engine import Chunk
+    from workbench.simulator.engine import Chunk, Launch
 
 Array = Any  # numpy.ndarray
 MAX_SHADOW = 1 << 22  # granules of global memory; more are not checked for races
-MAX_ORDERED_BLOCKS = 2048  # with more, blocks that synchronise are not checked against each other
-_ORDERING = ("atom", "red", "membar", "fence")
+
+
+class UncheckedWarning(UserWarning):
+    """Something is too large for the simulator to check."""
 
 
 def shared_granule(program: Program) -> int:
@@ -38,14 +42,6 @@ def shared_granule(program: Program) -> int:
     return min(4, *sizes, 4)
 
 
-def synchronises(program: Program) -> bool:
-    """Whether blocks of a program may wait for each other."""
-    return any(
-        i.op in _ORDERING or "acquire" in i.mods or "release" in i.mods or "volatile" in i.mods
-        for i in program.instructions
-    )
-
-
 class Checker:
     """The shadow of global memory, through all launches of a call.
 
@@ -56,9 +52,11 @@ class Checker:
     starts, shifts : int64 arrays
         Of each region: its first row less what its offset would make of it, and log2 of the
         bytes of a row.
-    clock, owner : int64 arrays
-        See `native.track`.
+    knowledge : Knowledge
+        Of the launch under way.
     """
+
+    knowledge: Knowledge
 
     def __init__(self, memory: GlobalMemory) -> None:
         self.memory = memory
@@ -69,32 +67,54 @@ class Checker:
         for i, region in enumerate(memory.regions[1:], start=1):
             shift = region.itemsize.bit_length() - 1
             first, last = region.start >> shift, (region.start + region.size) >> shift
-            if region.buffer.writable and rows + last - first + 1 <= MAX_SHADOW:
-                self.starts[i] = rows - first
-                self.shifts[i] = shift
-                fill = INITIAL if region.buffer.written else NOBODY
-                initial.append(np.full(last - first + 1, fill, np.int64))
-                rows += last - first + 1
+            count = last - first + 1
+            if not region.buffer.writable:
+                continue
+            if rows + count > MAX_SHADOW:
+                _warn_of_size(region)
+                continue
+            self.starts[i] = rows - first
+            self.shifts[i] = shift
+            fill = INITIAL if region.buffer.written else NOBODY
+            initial.append(np.full(count, fill, np.int64))
+            rows += count
         self.shadow = np.full((max(rows, 1), SHADOW_COLUMNS), NOBODY, np.int64)
         if initial:
             self.shadow[:, WRITE] = np.concatenate(initial)
-        self.clock = self.owner = np.zeros((2, 1), np.int64)
         self.granule = 4
-        self.published: dict[int, tuple[Array, Array]] = {}
 
-    def begin(self, program: Program, grid: int) -> None:
+    def begin(self, launch: Launch) -> None:
         """A new launch: everything before it is done."""
         self.shadow[:, WRITE] = np.where(self.shadow[:, WRITE] == NOBODY, NOBODY, INITIAL)
         self.shadow[:, WRITE + 2 :: 2] = NOBODY
-        blocks = grid if synchronises(program) and grid <= MAX_ORDERED_BLOCKS else 1
-        self.clock = np.zeros((2 * blocks, blocks), np.int64)
-        self.owner = np.full((2 * blocks, blocks), -1, np.int64)
-        self.granule = shared_granule(program)
-        self.published = {}
+        self.knowledge = Knowledge(launch)
+        if not self.knowledge.complete:
+            warnings.warn(
+                f"races between the {launch.grid} blocks of {launch.code.program.entry.name} are "
+                "not looked for: too many of them synchronise with each other",
+                UncheckedWarning,
+                stacklevel=2,
+            )
+        self.granule = shared_granule(launch.code.program)
+
+
+def _warn_of_size(region: Region) -> None:
+    warnings.warn(
+        f"races in {region.name} {region.buffer.array.shape} are not looked for: outputs and "
+        f"workspaces are watched up to {MAX_SHADOW} elements in all",
+        UncheckedWarning,
+        stacklevel=3,
+    )
 
 
 class SharedChecks:
-    """The shadow of the shared memories of a chunk, and what its threads know of other blocks."""
+    """The shadow of the shared memories of a chunk, and the order of what its threads do.
+
+    Attributes
+    ----------
+    busy : int64 array
+        See `native.track`; empty until something reads asynchronously.
+    """
 
     def __init__(self, checker: Checker, chunk: Chunk) -> None:
         self.checker = checker
@@ -102,9 +122,10 @@ class SharedChecks:
         self.shift = checker.granule.bit_length() - 1
         rows = chunk.shared.size >> self.shift
         self.shadow = np.full((max(rows, 1), SHADOW_COLUMNS), NOBODY, np.int64)
-        self.acquired = np.zeros(chunk.size, np.int64)
-        self.fenced = np.zeros(chunk.size, bool)
-        self.relaxed: dict[int, list[tuple[Array, Array]]] = {}
+        self.busy = np.zeros(0, np.int64)
+        self._readings: list[tuple[Array, int]] = []
+        kind = Clocks if checker.knowledge.clocks else Counters
+        self.order: Order = kind(checker.knowledge, chunk)
         self.fault = np.zeros(3, np.int64)
 
     def shared(
@@ -128,67 +149,68 @@ class SharedChecks:
         self, shadow: Array, first: Array, counts: Array, lanes: Array, pc: int, flags: int,
         write: bool,
     ) -> int:  # fmt: skip
-        chunk, checker = self.chunk, self.checker
+        chunk, order, knowledge = self.chunk, self.order, self.checker.knowledge
+        busy = self.busy if shadow is self.shadow else _NOT_BUSY
         code = native.track(
-            shadow, first, counts, lanes, chunk.first * chunk.threads, chunk.threads,
-            chunk.barriers, chunk.warp_barriers, checker.clock, checker.owner, self.acquired, pc,
-            flags, write, self.fault,
+            shadow, busy, first, counts, lanes, chunk.first, chunk.threads, order.barriers,
+            order.warp_barriers, order.times, order.seen, knowledge.clock, knowledge.owner,
+            order.acquired, pc, flags, write, self.fault,
         )  # fmt: skip
         return int(code)
 
-    # ------------------------------------------------------------------ order between blocks
+    # ----------------------------------------------------------------- asynchronous operations
 
-    def pass_barrier(self, blocks: Array) -> None:
-        """What some threads of these blocks have acquired, all of them know now."""
-        if self.checker.clock.shape[1] == 1:
-            return
-        rows = 2 * (self.chunk.first + blocks)
-        self.checker.clock[rows] = self.checker.clock[rows + 1]
-        self.checker.owner[rows] = self.checker.owner[rows + 1]
-        self.acquired.reshape(self.chunk.blocks, -1)[blocks] = 0
+    def engine(
+        self, rows: Array, lanes: Array, who: int, now: int, pc: int, flags: int, write: bool
+    ) -> int:
+        """Note an access to shared memory by `who`, started by `lanes`; what is wrong with it.
 
-    def release(self, lanes: Array, addresses: Array, relaxed: bool) -> None:
-        """Lanes write a value: who acquires it knows what came before it in its block."""
-        clock, owner, chunk = self.checker.clock, self.checker.owner, self.chunk
-        if clock.shape[1] == 1:
-            return
-        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-            if relaxed and not self.fenced[lane]:
-                continue
-            block = chunk.first + lane // chunk.threads
-            row = 2 * block + self.acquired[lane]
-            known, source = clock[row].copy(), owner[row].copy()
-            known[block] = chunk.barriers[lane // chunk.threads]
-            source[block] = chunk.first * chunk.threads + lane
-            if address in self.checker.published:
-                known, source = _later(self.checker.published[address], (known, source))
-            self.checker.published[address] = known, source
+        It is the `now`-th operation of its stream.
+        """
+        seen, fenced = self.clocks.known_to(lanes)
+        clock, threads = self.checker.knowledge.clock, self.chunk.threads
+        line = self.chunk.first + int(lanes[0]) // threads
+        code = native.track_engine(
+            self.shadow, self.busy, rows, np.ones_like(rows), who, now, threads, seen, fenced,
+            clock, line, pc, flags, write, self.fault,
+        )  # fmt: skip
+        return int(code)
 
-    def acquire(self, lanes: Array, addresses: Array, relaxed: bool) -> None:
-        """Lanes read a value: they know what its writers knew, once a fence follows if relaxed."""
-        published = self.checker.published
-        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-            if address in published:
-                if relaxed and not self.fenced[lane]:
-                    self.relaxed.setdefault(lane, []).append(published[address])
-                else:
-                    self._learn(lane, published[address])
+    def arrived(self, rows: Array, now: int) -> None:
+        """What flew to these rows of shared memory is there, as the `now`-th operation."""
+        self.shadow[rows, WRITE] &= ~native.FLYING
+        self.shadow[rows, WRITE + 1] = now
 
-    def fence(self, lanes: Array) -> None:
-        """Relaxed accesses of these lanes count as ordered from here on."""
-        self.fenced[lanes] = True
-        for lane in lanes.tolist() if self.relaxed else ():
-            for news in self.relaxed.pop(lane, ()):
-                self._learn(lane, news)
+    def arrived_global(self, offsets: Array, size: int) -> None:
+        """What flew to global memory is there."""
+        checker = self.checker
+        first, counts = native.granules_of(
+            offsets, checker.memory.region_of, checker.starts, checker.shifts, size
+        )
+        for i in range(int(counts.max(initial=0))):
+            rows = first[(first >= 0) & (counts > i)] + i
+            checker.shadow[rows, WRITE] &= ~native.FLYING
 
-    def _learn(self, lane: int, news: tuple[Array, Array]) -> None:
-        row = 2 * (self.chunk.first + lane // self.chunk.threads) + 1
-        clock, owner = self.checker.clock, self.checker.owner
-        clock[row], owner[row] = _later((clock[row], owner[row]), news)
-        self.acquired[lane] = 1
+    def begin_reading(self, rows: Array, who: int, pc: int) -> None:
+        """These rows of shared memory are being read: nobody may write to them."""
+        if not self.busy.size:
+            self.busy = np.full(self.shadow.shape[0], NOBODY, np.int64)
+        tag = who << native.WHO | pc << native.PC
+        self._readings.append((rows, tag))
+        self.busy[rows] = tag
+
+    def end_reading(self, rows: Array) -> None:
+        """The operation that began to read exactly this array of rows has read them."""
+        self._readings = [reading for reading in self._readings if reading[0] is not rows]
+        self.busy[rows] = NOBODY
+        for others, tag in self._readings:
+            self.busy[others] = tag
+
+    @property
+    def clocks(self) -> Clocks:
+        """The order of a kernel that `order.needs_clocks`."""
+        assert isinstance(self.order, Clocks)
+        return self.order
 
 
-def _later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """What somebody knows who knows both."""
-    newer = b[0] > a[0]
-    return np.where(newer, b[0], a[0]), np.where(newer, b[1], a[1])
+_NOT_BUSY = np.zeros(0, np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.simulator import faults
 from workbench.simulator.decode import Decoder, Getter, builder
-from workbench.simulator.engine import Chunk, Group, Outcome, Step
+from workbench.simulator.engine import Chunk, Group, Outcome, Step, group_of
 from workbench.simulator.faults import SimulationError, at
 from workbench.simulator.native import WARP
 from workbench.simulator.ops import DTYPES, UnknownInstructionError
@@ -55,32 +55,38 @@ def _bar(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     operands = list(instruction.operands)
     if mods[0] == "red":
         return _reducing_barrier(decoder, instruction, pc)
-    if mods[0] not in ("sync", "arrive") or "cluster" in mods:
+    if mods[0] not in ("sync", "arrive"):
         raise UnknownInstructionError(instruction.opcode)
     number = decoder.get(operands[0], "u32")
     expected = decoder.get(operands[1], "u32") if len(operands) > 1 else None
     waits = mods[0] == "sync"
 
     def arrive(chunk: Chunk, group: Group) -> Outcome:
-        which = _one(chunk, group, number, instruction)
-        count = None if expected is None else _one(chunk, group, expected, instruction)
-        return chunk.arrive(group, pc, which, count, wait=waits)
+        which = number(chunk.registers)
+        count = None if expected is None else expected(chunk.registers)
+        if which.ndim == 0 and (count is None or count.ndim == 0):
+            return chunk.arrive(group, pc, int(which), None if count is None else int(count),
+                                wait=waits)  # fmt: skip
+        # Several barriers at once: parts of the block may have one each.
+        both = np.stack([chunk.of_lanes(x if x is not None else which, group)
+                         for x in (which, count)]).astype(np.int64)  # fmt: skip
+        released: list[tuple[int, Group]] = []
+        for one in np.unique(both, axis=1).T:
+            mask = np.zeros(chunk.size, bool)
+            mask[group.lanes[(both == one[:, None]).all(0)]] = True
+            part = group_of(mask)
+            outcome = chunk.arrive(
+                part, pc, int(one[0]), None if count is None else int(one[1]), wait=waits
+            )
+            released += [(pc + 1, part)] if outcome is None else outcome  # type: ignore[arg-type]
+        return released
 
     return arrive
 
 
-def _one(chunk: Chunk, group: Group, get: Getter, instruction: Instruction) -> int:
-    """A number that all lanes of a group must agree on."""
-    values = np.unique(chunk.of_lanes(get(chunk.registers), group))
-    if values.size > 1:
-        raise UnknownInstructionError(
-            f"{instruction.opcode} at {instruction.where} with several numbers in one step"
-        )
-    return int(values[0])
-
-
 def _pass_warp_barrier(chunk: Chunk, group: Group) -> Outcome:
-    chunk.warp_barriers[np.unique(group.lanes // WARP)] += 1
+    if chunk.checks is not None:
+        chunk.checks.order.pass_warp_barrier(group.lanes)
     return None
 
 

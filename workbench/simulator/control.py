@@ -12,8 +12,7 @@ from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Instruction
 
 # Instructions that only advise the hardware, or measure it.
-_NO_EFFECT = ("prefetch", "prefetchu", "pmevent", "nanosleep",
-              "setmaxnreg", "griddepcontrol")  # fmt: skip
+_NO_EFFECT = ("prefetch", "prefetchu", "pmevent", "nanosleep", "griddepcontrol", "applypriority")
 
 
 @builder("bra")

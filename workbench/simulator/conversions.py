@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from workbench.simulator.ops import DTYPES, Operation, Value, is_float, operation
+from workbench.simulator.rounding import DIRECTED, directed, from_integers
 
-ROUNDINGS = ("rn", "rz", "rm", "rp")
+ROUNDINGS = ("rn", *DIRECTED)
+EIGHTHS = ("e4m3", "e5m2")
 
 _TO_INTEGER: dict[str, Callable[[Value], Value]] = {
     "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil,
@@ -19,10 +22,15 @@ _TO_INTEGER: dict[str, Callable[[Value], Value]] = {
 @operation("cvt")
 def _cvt(op: str, mods: tuple[str, ...]) -> Operation:
     target, source = mods[-2:]
+    if "satfinite" in mods and target.removesuffix("x2") not in EIGHTHS:
+        raise KeyError("only 8-bit floats saturate")
+    if source.removesuffix("x2") in EIGHTHS or target.removesuffix("x2") in EIGHTHS:
+        return _cvt_eighths(target, source, mods)
     if target.endswith("x2"):
         return _cvt_pair(target, mods)
     if target == "tf32":
-        return Operation(_to_tf32, "b32", ("f32",))
+        mode = next(mode for mode in ("rna", "rn", "rz") if mode in mods)
+        return Operation(lambda x: _to_tf32(x, mode), "b32", ("f32",))
     return Operation(_conversion(target, source, mods), target, (source,))
 
 
@@ -36,14 +44,16 @@ def _conversion(target: str, source: str, mods: tuple[str, ...]) -> Callable[[Va
             return lambda x: _clipped(x, dtype)
         return lambda x: x.astype(dtype)
     if not is_float(source):
+        if rounding in DIRECTED:
+            return lambda x: from_integers(x, dtype, rounding)
         if rounding != "rn":
-            raise KeyError("integers are converted to nearest only")
+            raise KeyError("integers are rounded to floats")
         return lambda x: x.astype(dtype)
     if rounding in _TO_INTEGER:
         whole = _TO_INTEGER[rounding]
         return lambda x: whole(x).astype(dtype)
-    if rounding in ("rz", "rm", "rp"):
-        return lambda x: _directed(x, dtype, rounding)
+    if rounding in DIRECTED:
+        return lambda x: _narrowed(x, dtype, rounding)
     if "relu" in mods:
         return lambda x: np.where(x > 0, x, x.dtype.type(0)).astype(dtype)
     return lambda x: x.astype(dtype)
@@ -65,18 +75,10 @@ def _float_to_integer(x: Value, dtype: np.dtype[Any]) -> Value:
     return np.where(below, dtype.type(limits.min), result)
 
 
-def _directed(x: Value, dtype: np.dtype[Any], rounding: str) -> Value:
-    """A narrower float, rounded towards zero, down or up."""
+def _narrowed(x: Value, dtype: np.dtype[Any], mode: str) -> Value:
+    """A narrower float, rounded in a direction."""
     nearest = x.astype(dtype)
-    back = nearest.astype(x.dtype)
-    infinity = dtype.type(np.inf)
-    if rounding == "rz":
-        too_far, towards = np.abs(back) > np.abs(x), np.zeros_like(nearest)
-    elif rounding == "rm":
-        too_far, towards = back > x, np.full_like(nearest, -infinity)
-    else:
-        too_far, towards = back < x, np.full_like(nearest, infinity)
-    return np.where(too_far, np.nextafter(nearest, towards), nearest)
+    return directed(nearest, x.astype(np.float64) - nearest.astype(np.float64), mode)
 
 
 def _cvt_pair(target: str, mods: tuple[str, ...]) -> Operation:
@@ -91,8 +93,50 @@ def _cvt_pair(target: str, mods: tuple[str, ...]) -> Operation:
     return Operation(pair, "b32", (mods[-1], mods[-1]))
 
 
-def _to_tf32(x: Value) -> Value:
-    """To nearest, ties away from zero, 10 bits of fraction."""
+def _to_eighth(dtype: np.dtype[Any], mods: tuple[str, ...]) -> Callable[[Value], Value]:
+    """To an 8-bit float, to nearest; what is too large becomes the largest finite one."""
+    largest = ml_dtypes.finfo(dtype).max.astype(np.float32)
+
+    def convert(x: Value) -> Value:
+        x = x.astype(np.float32)
+        if "relu" in mods:
+            x = np.where(x > 0, x, np.where(np.isnan(x), x, np.float32(0)))
+        return np.clip(x, -largest, largest).astype(dtype)
+
+    return convert
+
+
+def _cvt_eighths(target: str, source: str, mods: tuple[str, ...]) -> Operation:
+    """Pairs of 8-bit floats: from two float32 or a pair of float16, and to such a pair."""
+    if "rn" not in mods or not target.endswith("x2"):
+        raise KeyError("8-bit floats come in pairs, rounded to nearest")
+    if target == "f16x2" and source.endswith("x2"):
+        narrow = DTYPES[source.removesuffix("x2")]
+
+        def widen(pair: Value) -> Value:
+            halves = np.atleast_1d(pair).view(narrow).astype(np.float16)
+            return np.maximum(halves, np.float16(0)) if "relu" in mods else halves
+
+        return Operation(lambda x: widen(x).view(np.uint32), "b32", (source,))
+    if "satfinite" not in mods or source not in ("f32", "f16x2"):
+        raise KeyError("conversions to 8-bit floats saturate")
+    convert = _to_eighth(DTYPES[target.removesuffix("x2")], mods)
+    if source == "f16x2":
+        return Operation(
+            lambda x: convert(np.atleast_1d(x).view(np.float16)).view(np.uint16), "b16", ("b32",)
+        )
+
+    def pair(high: Value, low: Value) -> Value:
+        words = [convert(x).view(np.uint8).astype(np.uint16) for x in (high, low)]
+        return words[0] << np.uint16(8) | words[1]
+
+    return Operation(pair, "b16", ("f32", "f32"))
+
+
+def _to_tf32(x: Value, mode: str) -> Value:
+    """10 bits of fraction: to nearest, ties away from zero (rna) or to even (rn), or cut off."""
     bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    last = bits >> np.uint32(13) & np.uint32(1)
+    more = {"rna": np.uint32(0x1000), "rn": np.uint32(0xFFF) + last, "rz": np.uint32(0)}[mode]
+    rounded = (bits + more) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(x), rounded, bits)

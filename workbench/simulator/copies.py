@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import native
+from workbench.simulator.bulk import bulk_copy
 from workbench.simulator.decode import Decoder, builder
 from workbench.simulator.engine import Chunk, Group, Outcome, Step
+from workbench.simulator.mbarriers import MBarrier, MBarriers, blocks_and_offsets, places_of
 from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Imm, Instruction, Reg
 from workbench.simulator.transfers import Access, addresses_of, collision, reach
@@ -54,12 +56,22 @@ class Copy:
             if code:
                 raise collision(chunk, self.access, targets, lanes, code)
 
+    def without(self, chosen: Array) -> Copy:
+        """The copies of the other lanes."""
+        left = ~chosen
+        return Copy(self.access, self.lanes[left], self.targets[left], self.sources[left],
+                    self.lengths[left], self.number[left])  # fmt: skip
+
 
 @builder("cp")
 def _cp(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     mods = instruction.mods
-    if mods[0] != "async" or "bulk" in mods or "mbarrier" in mods:
+    if "bulk" in mods:
+        return bulk_copy(decoder, instruction, pc)
+    if mods[0] != "async":
         raise UnknownInstructionError(instruction.opcode)
+    if "mbarrier" in mods:
+        return _arriving(decoder, instruction, pc)
     if mods[1] == "commit_group":
         return _commit
     if mods[1] in ("wait_group", "wait_all"):
@@ -89,18 +101,55 @@ def _waiting(instruction: Instruction) -> Step:
             if done.any():
                 copy.land(chunk, done)
             if not done.all():
-                left = ~done
-                remaining.append(
-                    Copy(copy.access, copy.lanes[left], copy.targets[left], copy.sources[left],
-                         copy.lengths[left], copy.number[left])
-                )  # fmt: skip
+                remaining.append(copy.without(done))
         chunk.copies = remaining
 
     return wait
 
 
+@dataclass(slots=True)
+class ArrivalOfCopies:
+    """An arrival at an mbarrier that comes when a thread's copies so far have landed."""
+
+    pc: int
+    lane: int
+    barrier: MBarrier
+
+    def land(self, chunk: Chunk) -> list[tuple[int, Group]]:
+        """Let the copies land and arrive; who has waited for that."""
+        for copy in chunk.copies:
+            copy.land(chunk, copy.lanes == self.lane)
+        chunk.copies = [
+            copy.without(copy.lanes == self.lane)
+            for copy in chunk.copies
+            if (copy.lanes != self.lane).any()
+        ]
+        if chunk.checks is not None:
+            chunk.checks.clocks.leave_at(self.barrier.gathering, np.array([self.lane]))
+        return chunk.extension(MBarriers).arrive(self.barrier, 1, self.pc, self.lane)
+
+
+def _arriving(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    """``cp.async.mbarrier.arrive``; without ``.noinc`` the phase expects one more for it."""
+    places = places_of(decoder, instruction, instruction.operands[0])
+    access = Access(pc, "cluster", 8, False, native.STRONG)
+    more = 0 if "noinc" in instruction.mods else 1
+
+    def arrive(chunk: Chunk, group: Group) -> None:
+        barriers, lanes = chunk.extension(MBarriers), group.lanes
+        where = blocks_and_offsets(chunk, access, places(chunk, group), lanes)
+        for place, lane in zip(where, lanes.tolist(), strict=True):
+            barrier = barriers.find(pc, *place, lane)
+            barrier.pending += more
+            chunk.pending.append(ArrivalOfCopies(pc, lane, barrier))
+
+    return arrive
+
+
 def _start_copy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    target, source, size, *rest = instruction.operands
+    hinted = "L2__cache_hint" in instruction.mods
+    operands = instruction.operands[:-1] if hinted else instruction.operands
+    target, source, size, *rest = operands
     if not isinstance(size, Imm):
         raise UnknownInstructionError(instruction.opcode)
     # The last operand is how many bytes to read, or a predicate that says to read none.

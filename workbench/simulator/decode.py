@@ -13,7 +13,14 @@ import numpy as np
 
 from workbench.simulator import ops
 from workbench.simulator.engine import Chunk, Code, Group, Outcome, Registers, Step
-from workbench.simulator.memory import GLOBAL_BASE, LOCAL_BASE, MODULE_BASE, SHARED_BASE
+from workbench.simulator.memory import (
+    GLOBAL_BASE,
+    LOCAL_BASE,
+    MODULE_BASE,
+    PARAM_BASE,
+    RANK,
+    SHARED_BASE,
+)
 from workbench.simulator.native import fma
 from workbench.simulator.ops import DTYPES, UnknownInstructionError
 from workbench.simulator.ptx import (
@@ -38,7 +45,7 @@ BUILDERS: dict[str, Builder] = {}
 
 
 def builder(*names: str) -> Callable[[Builder], Builder]:
-    """Register what makes the steps of some opcodes."""
+    """Register what makes the steps of some opcodes: their first word, or two: ``st.async``."""
 
     def register(function: Builder) -> Builder:
         BUILDERS.update(dict.fromkeys(names, function))
@@ -56,7 +63,17 @@ def decode(program: Program) -> Code:
         Naming opcode, source file and line.
     """
     # Their modules fill BUILDERS.
-    from workbench.simulator import collectives, control, copies, tensor, transfers  # noqa: F401
+    from workbench.simulator import (  # noqa: F401
+        bulk,
+        clusters,
+        collectives,
+        control,
+        copies,
+        mbarriers,
+        tensor,
+        transfers,
+        warpgroups,
+    )
 
     return Decoder(program).code()
 
@@ -70,6 +87,8 @@ class Decoder:
         Of each register.
     fixed : dict
         Registers that hold what no instruction writes, by name.
+    watched : dict
+        Those that `wgmma` uses, with a number each.
     """
 
     def __init__(self, program: Program) -> None:
@@ -82,6 +101,7 @@ class Decoder:
             end = following.start if following else len(program.instructions)
             self.function_at.update(dict.fromkeys(range(function.start, end), function))
         self.module_addresses = _lay_out_module(program)
+        self.watched = {register: i for i, register in enumerate(_watched(program))}
         _link_calls(program)
 
     def code(self) -> Code:
@@ -96,11 +116,16 @@ class Decoder:
                 ) from error
             steps.append(step)
         fixed = [(index, name) for name, index in self.fixed.items()]
-        return Code(self.program, steps, fixed, self.types, self.module_addresses)
+        return Code(self.program, steps, fixed, self.types, self.module_addresses, [*self.watched])
 
     def _step(self, instruction: Instruction, pc: int) -> Step:
-        build = BUILDERS.get(instruction.op, _arithmetic)
+        build = BUILDERS.get(".".join((instruction.op, *instruction.mods[:1])))
+        build = build or BUILDERS.get(instruction.op, _arithmetic)
         step = build(self, instruction, pc)
+        if self.watched:
+            from workbench.simulator.warpgroups import watch
+
+            step = watch(step, instruction, self.watched, pc)
         if instruction.guard is None or instruction.op == "bra":
             return step
         return self._guarded(step, self.condition(instruction.guard), pc)
@@ -141,7 +166,8 @@ class Decoder:
                 return _reader(index, dtype)
             case Special(name):
                 wide = name in ("%clock64", "%globaltimer", "%gridid")
-                return _reader(self.fixed_register(name, "u64" if wide else "u32"), dtype)
+                own = "pred" if name == "%is_explicit_cluster" else "u64" if wide else "u32"
+                return _reader(self.fixed_register(name, own), dtype)
             case Imm(value, bits):
                 return _constant(_literal(value, bits, kind))
             case Not(inner):
@@ -193,6 +219,17 @@ class Decoder:
             return operand.index, None
         sign = "s" if ops.is_signed(kind) else "u"
         return operand.index, DTYPES[f"{sign}{8 * width}"]
+
+
+def _watched(program: Program) -> list[int]:
+    """The registers that any `wgmma` uses as accumulators or for matrix A."""
+    found: set[int] = set()
+    for instruction in program.instructions:
+        if instruction.op == "wgmma" and "mma_async" in instruction.mods:
+            for operand in instruction.operands[:2]:
+                if isinstance(operand, Vec):
+                    found.update(x.index for x in operand.items if isinstance(x, Reg))
+    return sorted(found)
 
 
 def _lay_out_module(program: Program) -> dict[str, int]:
@@ -416,8 +453,9 @@ def _pack(decoder: Decoder, target: Operand, source: Operand, kind: str) -> Step
 @builder("cvta")
 def _cvta(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     """Between an address in one memory and one that says by itself which memory it is in."""
-    space = next((m for m in instruction.mods if m in ("shared", "local")), None)
-    base = np.uint64({"shared": SHARED_BASE, "local": LOCAL_BASE, None: 0}[space])
+    bases = {"shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
+    spaces = (m.partition("__")[0] for m in instruction.mods)
+    base = np.uint64(next((bases[space] for space in spaces if space in bases), 0))
     if "to" in instruction.mods:
         base = np.uint64(-int(base) % (1 << 64))
     get = decoder.get(instruction.operands[1], "u64")
@@ -433,7 +471,10 @@ def _cvta(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 def _isspacep(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     limits = {
         "shared": (SHARED_BASE, LOCAL_BASE),
-        "local": (LOCAL_BASE, GLOBAL_BASE),
+        "shared__cta": (SHARED_BASE, SHARED_BASE + (1 << RANK)),
+        "shared__cluster": (SHARED_BASE, LOCAL_BASE),
+        "local": (LOCAL_BASE, PARAM_BASE),
+        "param": (PARAM_BASE, GLOBAL_BASE),
         "global": (GLOBAL_BASE, 1 << 63),
     }
     low, high = (np.uint64(limit) for limit in limits[instruction.mods[0]])

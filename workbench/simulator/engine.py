@@ -4,14 +4,18 @@ A chunk of blocks runs at a time, one lane a CUDA thread; a register is an array
 lane. Lanes that stand at the same instruction form a group and execute it together. While there is
 more than one group, the one with the lowest program counter goes first, so that groups meet again
 where their paths join. Lanes that wait, at a barrier or for others of their warp, are parked until
-all whom they wait for have come; a group that polls memory lets the others go first.
+all whom they wait for have come; a group that polls memory lets the others go first. What goes on
+by itself, like an asynchronous copy, happens when no lane can go on, in an order drawn from a seed:
+as late as possible, so that who forgets to wait for it sees that.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from workbench.simulator import faults
 from workbench.simulator.checks import Checker, SharedChecks
 from workbench.simulator.counts import Counts
 from workbench.simulator.faults import SimulationError
-from workbench.simulator.memory import Bytes, GlobalMemory
+from workbench.simulator.memory import RANK, Bytes, GlobalMemory
 from workbench.simulator.native import WARP
 from workbench.simulator.ops import UnknownInstructionError
 from workbench.simulator.ptx import Location, Program
@@ -101,6 +105,8 @@ class Code:
         Of all registers, `fixed` included.
     module_addresses : dict
         Of the module's variables and constants, in global memory.
+    watched : list of int
+        Registers that `wgmma` uses.
     """
 
     program: Program
@@ -108,32 +114,93 @@ class Code:
     fixed: list[tuple[int, str]]
     register_types: list[np.dtype[Any]]
     module_addresses: dict[str, int]
+    watched: list[int] = field(default_factory=list)
+
+
+class Extension:
+    """What some instructions keep for a chunk, like the mbarriers of its blocks."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+
+    def leave(self, lanes: Array, pc: int) -> None:  # noqa: ARG002
+        """Lanes have exited."""
+        return
+
+    def give_up_waiting(self) -> bool:
+        """No lane can go on and nothing is pending: whether some need not wait any longer."""
+        return False
+
+    def why_waiting(self, lanes: Array) -> str:  # noqa: ARG002
+        """What lanes that wait in vain wait for, to end a message."""
+        return ""
+
+
+AnyExtension = TypeVar("AnyExtension", bound=Extension)
+
+
+class Pending(Protocol):
+    """Something asynchronous under way that needs no thread to come to its end."""
+
+    def land(self, chunk: Chunk) -> list[tuple[int, Group]]:
+        """Let it happen; the lanes that waited for it, and where they go on."""
 
 
 @dataclass(slots=True)
 class Launch:
-    """Everything about one launch that its chunks share."""
+    """Everything about one launch that its chunks share.
+
+    Attributes
+    ----------
+    grid_shape, block_shape : tuple of int
+        Up to three sizes, x first.
+    shared_bytes : int
+        Of dynamic shared memory.
+    cluster : int
+        Blocks of a cluster, neighbours in x.
+    seed : int
+        Of the order in which asynchronous operations happen.
+    writes : int
+        How often memory that others may poll has changed.
+    """
 
     code: Code
-    grid: int
-    block: int
-    shared_bytes: int  # dynamic
+    grid_shape: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    shared_bytes: int
     params: bytes
     memory: GlobalMemory
     checker: Checker | None = None
     max_steps: int = MAX_STEPS
     lanes_per_chunk: int = LANES_PER_CHUNK
+    cluster: int = 0  # as the kernel says
+    seed: int = 0
     counts: Counts = field(init=False)
-    writes: int = 0  # to global memory: whether polling may see something new
+    writes: int = 0
     steps: int = 0
 
     def __post_init__(self) -> None:
+        self.cluster = self.cluster or self.code.program.entry.cluster
+        if self.grid_shape[0] % self.cluster:
+            raise ValueError(
+                f"grid {self.grid_shape} is no multiple of the cluster's {self.cluster} blocks"
+            )
         for name, address in self.code.module_addresses.items():
             variable = self.code.program.variables[name]
             self.memory.set_module(address, variable.data.ljust(variable.size, b"\0"))
         if self.checker is not None:
-            self.checker.begin(self.code.program, self.grid)
+            self.checker.begin(self)
         self.counts = Counts(len(self.code.steps), len(self.memory.regions))
+
+    @property
+    def grid(self) -> int:
+        """Number of blocks."""
+        return math.prod(self.grid_shape)
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.block_shape)
 
     @property
     def threads(self) -> int:
@@ -171,9 +238,20 @@ def run(launch: Launch) -> None:
 def _chunks(launch: Launch) -> Iterator[Chunk]:
     shared = launch.code.program.shared_size + launch.shared_bytes
     blocks = min(launch.lanes_per_chunk // launch.threads, SHARED_PER_CHUNK // max(shared, 1))
-    blocks = max(1, blocks)
+    blocks = max(1, blocks // launch.cluster) * launch.cluster
     for first in range(0, launch.grid, blocks):
         yield Chunk(launch, first, min(blocks, launch.grid - first))
+
+
+def _axes(name: str, number: Array, shape: tuple[int, ...], size_name: str) -> dict[str, Any]:
+    """Special registers of a place, by its number, in up to three axes."""
+    values: dict[str, Any] = {}
+    for i, axis in enumerate("xyz"):
+        size = shape[i] if i < len(shape) else 1
+        values[f"%{name}.{axis}"] = (number % size).astype(np.uint32) if size > 1 else np.uint32(0)
+        values[f"%{size_name}.{axis}"] = np.uint32(size)
+        number = number // size
+    return values
 
 
 class Chunk:
@@ -195,6 +273,7 @@ class Chunk:
         self.first, self.blocks, self.threads = first, blocks, launch.threads
         self.size = blocks * self.threads
         program = launch.code.program
+        self.random = random.Random(launch.seed + first)
         lanes = np.arange(self.size)
         self.block_of = lanes // self.threads
         thread = lanes % self.threads
@@ -204,6 +283,8 @@ class Chunk:
             self.registers[index] = self._fixed(name, thread)
 
         self.global_memory = launch.memory
+        self.params = Bytes(len(launch.params))
+        self.params.bytes[: len(launch.params)] = np.frombuffer(launch.params, np.uint8)
         static = program.shared_size
         if launch.shared_bytes:
             static = -(-static // WARP) * WARP
@@ -215,8 +296,6 @@ class Chunk:
         self.local = Bytes(self.local_stride * self.size)
         self.checks = None if launch.checker is None else SharedChecks(launch.checker, self)
 
-        self.barriers = np.ones(blocks, np.int64)  # how many each block has passed
-        self.warp_barriers = np.ones(self.size // WARP, np.int64)
         self.waiting_at = np.full(self.size, NOWHERE)  # a barrier, or something of the warp's
         self.waiting_for = np.full(self.size, NOWHERE)  # which barrier
         self.offered = np.zeros(self.size, np.uint32)  # what lanes bring to a reducing barrier
@@ -231,21 +310,33 @@ class Chunk:
         self.writes_seen = -1
         self.copies: list[Any] = []  # cp.async under way
         self.committed = np.zeros(self.size, np.int64)
+        self.pending: list[Pending] = []  # what happens by itself
+        self.extensions: dict[type[Extension], Extension] = {}
         self.add(launch.code.program.entry.start, group_of(self.exited_at == NOWHERE))
+
+    def extension(self, kind: type[AnyExtension]) -> AnyExtension:
+        """What a part of the instruction set keeps for a chunk: made when it is first used."""
+        if kind not in self.extensions:
+            self.extensions[kind] = kind(self)
+        return self.extensions[kind]  # type: ignore[return-value]
 
     def _fixed(self, name: str, thread: Array) -> Any:
         launch, one, zero = self.launch, np.uint32(1), np.uint32(0)
         lane = (thread % WARP).astype(np.uint32)
+        block, cluster = self.first + self.block_of, launch.cluster
         values: dict[str, Any] = {
-            "%tid.x": thread.astype(np.uint32), "%ntid.x": np.uint32(launch.block),
-            "%ctaid.x": (self.first + self.block_of).astype(np.uint32),
-            "%nctaid.x": np.uint32(launch.grid),
-            "%tid.y": zero, "%tid.z": zero, "%ctaid.y": zero, "%ctaid.z": zero,
-            "%ntid.y": one, "%ntid.z": one, "%nctaid.y": one, "%nctaid.z": one,
+            **_axes("tid", thread, launch.block_shape, "ntid"),
+            **_axes("ctaid", block, launch.grid_shape, "nctaid"),
+            **_axes("cluster_ctaid", block % cluster, (cluster,), "cluster_nctaid"),
+            **_axes("clusterid", block // cluster,
+                    (launch.grid_shape[0] // cluster, *launch.grid_shape[1:]), "nclusterid"),
+            "%cluster_ctarank": (block % cluster).astype(np.uint32),
+            "%cluster_nctarank": np.uint32(cluster), "%is_explicit_cluster": np.bool_(cluster > 1),
             "%laneid": lane, "%warpid": (thread // WARP).astype(np.uint32),
             "%nwarpid": np.uint32(self.threads // WARP),
             "%smid": zero, "%nsmid": one, "%gridid": np.uint64(0),
-            "%clock": zero, "%clock64": np.uint64(0), "%globaltimer": np.uint64(0),
+            "%clock": zero, "%clock_hi": zero, "%clock64": np.uint64(0),
+            "%globaltimer": np.uint64(0), "%globaltimer_lo": zero, "%globaltimer_hi": zero,
             "%lanemask_eq": one << lane, "%lanemask_lt": (one << lane) - one,
             "%lanemask_le": (np.uint32(2) << lane) - one,
             "%lanemask_gt": ~((np.uint32(2) << lane) - one),
@@ -269,17 +360,27 @@ class Chunk:
             while self.groups:
                 pc = min(self.groups)
                 self._run_group(pc, self.groups.pop(pc))
-            if not self.yielded:
+            if self.yielded and self.writes_seen != launch.writes:
+                self.writes_seen = launch.writes
+            elif not self._let_something_happen():
                 break
-            if self.writes_seen == launch.writes:
-                self.writes_seen = -1
-                return False
-            self.writes_seen = launch.writes
             for pc, group in self.yielded.items():
                 self.add(pc, group)
             self.yielded = {}
+        if self.yielded:
+            self.writes_seen = -1
+            return False
         if (self.exited_at == NOWHERE).any():
             raise self._deadlock()
+        return True
+
+    def _let_something_happen(self) -> bool:
+        """No lane can go on: one of the asynchronous operations under way comes to its end."""
+        if not self.pending:
+            return any(x.give_up_waiting() for x in self.extensions.values())
+        chosen = self.pending.pop(self.random.randrange(len(self.pending)))
+        for pc, group in chosen.land(self):
+            self.add(pc, group)
         return True
 
     def _run_group(self, pc: int, group: Group) -> None:
@@ -380,11 +481,24 @@ class Chunk:
         others: Array = ~np.asarray(part.mask)
         return others if group.mask is None else group.mask & others
 
+    def in_cluster(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+        """Block, among those of the chunk, and offset of addresses of shared memory.
+
+        A rank that the cluster does not have gives an offset that no memory has.
+        """
+        own, cluster = self.block_of[lanes], self.launch.cluster
+        rank, offsets = (addresses >> RANK) - 1, addresses & ((1 << RANK) - 1)
+        blocks = np.where(rank < 0, own, own // cluster * cluster + rank)
+        wrong = (rank >= cluster) | (addresses < 0)
+        return np.where(wrong, own, blocks), np.where(wrong, -1, offsets)
+
     # ------------------------------------------------------------------------- leaving, waiting
 
     def exit(self, group: Group, pc: int) -> list[tuple[int, Group]]:
         """Lanes of a group have come to their end; who waited for them in their warp goes on."""
         self.exited_at[group.lanes] = pc
+        for extension in self.extensions.values():
+            extension.leave(group.lanes, pc)
         return [part for place in list(self.meetings) for part in self._go_on(place)]
 
     def arrive(
@@ -392,27 +506,38 @@ class Chunk:
     ) -> Outcome:
         """Lanes come to a barrier of their blocks; with the last one of a block all go on."""
         if group.mask is None and wait and expected is None:
-            self.pass_barrier(np.arange(self.blocks))
+            self._pass_barrier(np.arange(self.blocks))
             return None
         lanes = group.lanes
         blocks = self.block_of[lanes]
         if wait:
             self.waiting_at[lanes], self.waiting_for[lanes] = pc, barrier
         self.arrived[:, barrier] += np.bincount(blocks, minlength=self.blocks)
+        if self.checks is not None and expected is not None:
+            for block in np.unique(blocks).tolist():
+                place = ("barrier", barrier, block)
+                self.checks.clocks.leave_at(place, lanes[blocks == block])
         need = self.launch.block if expected is None else expected
         complete = np.flatnonzero(self.arrived[:, barrier] >= need)
         released: list[tuple[int, Group]] = [] if wait else [(pc + 1, group)]
         if complete.size:
-            released += self._release(complete, barrier)
+            released += self._release(complete, barrier, expected is None)
         return released
 
-    def _release(self, complete: Array, barrier: int) -> list[tuple[int, Group]]:
+    def _release(self, complete: Array, barrier: int, whole: bool) -> list[tuple[int, Group]]:
         self.arrived[complete, barrier] = 0
         waiting = self.waiting_for == barrier
         waiting &= np.isin(self.block_of, complete)
         places = self.waiting_at[waiting]
         self._check_warps(waiting)
-        self.pass_barrier(complete)
+        if whole:
+            self._pass_barrier(complete)
+        elif self.checks is not None:
+            for block in complete.tolist():
+                place = ("barrier", barrier, block)
+                here = np.flatnonzero(waiting & (self.block_of == block))
+                self.checks.clocks.take_from(place, here)
+                self.checks.clocks.forget(place)
         released = []
         for place in np.unique(places):
             mask = waiting & (self.waiting_at == place)
@@ -440,16 +565,15 @@ class Chunk:
                 self.launch.where(first),
             )
 
-    def pass_barrier(self, blocks: Array) -> None:
+    def _pass_barrier(self, blocks: Array) -> None:
         """Note that all threads of some blocks have met."""
-        self.barriers[blocks] += 1
         if self.checks is not None:
-            self.checks.pass_barrier(blocks)
+            self.checks.order.pass_barrier(blocks)
 
     def meet(
         self, group: Group, pc: int, members: Any, action: Step, *, everybody: bool = False
     ) -> Outcome:
-        """Let `action` happen once all lanes that `members` (a bit each) names have come.
+        """Let `action` happen once all lanes of a warp that `members` (a bit each) names have come.
 
         Who has exited is not waited for unless `everybody` must be there.
         """
@@ -502,9 +626,11 @@ class Chunk:
         for place in np.unique(self.waiting_at[lanes]):
             if place != NOWHERE:
                 instruction = self.launch.code.program.instructions[place]
+                who = lanes[self.waiting_at[lanes] == place]
+                why = [x.why_waiting(who) for x in self.extensions.values()]
                 waits.append(
-                    f"{self._names(lanes[self.waiting_at[lanes] == place])} wait at "
-                    f"{instruction.opcode} ({faults.at(instruction.where)})"
+                    f"{self._names(who)} wait at {instruction.opcode} "
+                    f"({faults.at(instruction.where)}){''.join(why)}"
                 )
                 lines.append(instruction.where)
         for place in np.unique(self.exited_at[lanes]):

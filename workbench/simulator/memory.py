@@ -18,10 +18,14 @@ from workbench.simulator import native
 
 Array = Any  # numpy.ndarray
 
-# Where the three memories lie in one address space, for pointers that may lead into any of them.
+# Where the memories lie in one address space, for pointers that may lead into any of them.
 SHARED_BASE = 1 << 34
 LOCAL_BASE = 1 << 35
+PARAM_BASE = 1 << 36
 GLOBAL_BASE = 1 << 40
+# An address in the shared memory of block r of a cluster is (r + 1) << RANK | offset; a block's own
+# addresses are offsets alone.
+RANK = 24
 ALIGNMENT = 1 << native.PAGE_BITS
 # A module's own variables and constants come first in global memory, behind a page of nothing.
 MODULE_START, MODULE_BYTES = ALIGNMENT, 1 << 16

@@ -19,12 +19,15 @@ PAGE_BITS = 9  # regions begin at multiples of 512 bytes, as CuPy's allocations 
 SECTOR_BYTES = 32
 
 # What can be wrong with an access.
-OUT_OF_RANGE, MISALIGNED, READ_ONLY, UNWRITTEN, IN_FLIGHT, RACE = range(1, 7)
+OUT_OF_RANGE, MISALIGNED, READ_ONLY, UNWRITTEN = range(1, 5)
+IN_FLIGHT, RACE, UNFENCED, STILL_READ = range(5, 9)
 
 READABLE, WRITABLE = 1, 2
 
-# A tag says who touched memory last: thread << WHO | instruction << PC | flags.
+# A tag says who touched memory last: who << WHO | instruction << PC | flags. Who is block << BLOCK
+# | thread; from FIRST_ENGINE on that is no thread but a stream of asynchronous operations.
 WHO, PC, PC_MASK = 26, 2, 2**24 - 1
+BLOCK, IN_BLOCK, FIRST_ENGINE = 11, 2**11 - 1, 1024
 FLYING, STRONG = 2, 1
 NOBODY, INITIAL = -1, -2  # never written: reading it is a fault, or gives what the host put there
 # Columns of the shadow of a piece of memory: tag and stamp of the last write, of the last read, of
@@ -113,110 +116,222 @@ def granules_of(offsets: Any, regions: Any, starts: Any, shifts: Any, size: int)
 
 
 @_kept(njit)
-def _ordered(
-    tag: int, stamp: int, who: int, now: int, block: int, threads: int, row: Any, owner: Any
-) -> bool:
-    """Whether an earlier access is sure to have happened before one of thread `who`.
+def _clearly_ordered(tag: int, stamp: int, who: int, now: int) -> bool:
+    """The most frequent reasons for `_ordered`, apart because this is much faster.
 
-    A stamp is barriers << 32 | barriers of the warp. `row` holds, for every other block, up to
-    which of its barriers `who` knows its writes, and `owner` the thread that it knows them from.
+    They are the order of a thread's own program, and a barrier of the block (with clocks, stamps
+    are too small for that).
     """
     other = tag >> WHO
     if other == who:
-        return True
-    first = block * threads
-    if first <= other < first + threads:
-        if stamp >> 32 < now >> 32:
-            return True
+        return other & IN_BLOCK < FIRST_ENGINE
+    return other >> BLOCK == who >> BLOCK and stamp >> 32 < now >> 32
+
+
+@_kept(njit)
+def _ordered(
+    tag: int, stamp: int, who: int, now: int, clock: Any, owner: Any, line: int, seen: Any,
+    lane: int, threads: int,
+) -> bool:  # fmt: skip
+    """Whether an earlier access is sure to have happened before one of `who`, if not clearly.
+
+    With counters a stamp is barriers << 32 | barriers of the warp; `clock[line]` holds, for every
+    other block, up to which of its barriers `who` knows its writes, and `owner[line]` the thread
+    that it knows them from. With clocks (`seen` is not empty) a stamp is the other's own time;
+    `seen[lane]` holds, for everybody in the cluster, up to when `who` knows what they did, and
+    `clock[line]` for all other threads. Where `clock` has one column, it says whether blocks may be
+    taken to be in order.
+    """
+    other = tag >> WHO
+    block = other >> BLOCK
+    if seen.size > 0:
+        column = other & IN_BLOCK
+        cluster = seen.shape[1]
+        if block // cluster == (who >> BLOCK) // cluster:
+            if column >= FIRST_ENGINE:
+                column += threads - FIRST_ENGINE
+            return bool(seen[lane, block % cluster, column] >= stamp)
+        if clock.shape[1] == 1:
+            return bool(clock[0, 0])
+        return bool(clock[line, block * threads + column] >= stamp)
+    if block == who >> BLOCK:
         return other >> 5 == who >> 5 and stamp & 0xFFFFFFFF < now & 0xFFFFFFFF
-    if row.size == 1:
-        return False
-    other_block = other // threads
-    known = row[other_block]
-    if stamp >> 32 == known:
-        return bool(owner[other_block] == other)
-    return bool(stamp >> 32 < known)
+    if clock.shape[1] == 1:
+        return bool(clock[0, 0])
+    if stamp >> 32 == clock[line, block]:
+        return bool(owner[line, block] == other)
+    return bool(stamp >> 32 < clock[line, block])
+
+
+@_kept(njit)
+def _forget_readers(
+    shadow: Any, g: int, who: int, now: int, flags: int, clock: Any, owner: Any, line: int,
+    seen: Any, lane: int, threads: int,
+) -> int:  # fmt: skip
+    """Before a write: the tag of a reader that it races with, or NOBODY."""
+    for column in (READ, WARP_READ, OTHER_READ):
+        reader = shadow[g, column]
+        if (
+            reader >= 0
+            and not (reader & flags & STRONG)
+            and not _clearly_ordered(reader, shadow[g, column + 1], who, now)
+            and not _ordered(
+                reader, shadow[g, column + 1], who, now, clock, owner, line, seen, lane, threads
+            )
+        ):
+            return int(reader)
+        shadow[g, column] = NOBODY
+    return NOBODY
+
+
+@_kept(njit)
+def _note_reader(shadow: Any, g: int, tag: int, now: int) -> None:
+    """Remember a read, and two earlier ones by others."""
+    reader = shadow[g, READ]
+    if reader >= 0 and reader >> WHO != tag >> WHO:
+        # Of two readers at least one is another thread than the next writer.
+        if reader >> (WHO + 5) == tag >> (WHO + 5):
+            shadow[g, WARP_READ] = reader
+            shadow[g, WARP_READ + 1] = shadow[g, READ + 1]
+        else:
+            shadow[g, OTHER_READ] = reader
+            shadow[g, OTHER_READ + 1] = shadow[g, READ + 1]
+            shadow[g, WARP_READ] = NOBODY
+    shadow[g, READ] = tag
+    shadow[g, READ + 1] = now
 
 
 @_kept(njit)
 def track(
-    shadow: Any, first: Any, counts: Any, lanes: Any, base: int, threads: int, barriers: Any,
-    warp_barriers: Any, clock: Any, owner: Any, acquired: Any, pc: int, flags: int, write: bool,
-    fault: Any,
+    shadow: Any, busy: Any, first: Any, counts: Any, lanes: Any, first_block: int, threads: int,
+    barriers: Any, warp_barriers: Any, times: Any, seen: Any, clock: Any, owner: Any,
+    acquired: Any, pc: int, flags: int, write: bool, fault: Any,
 ) -> int:  # fmt: skip
     """Note who reads or writes which piece of memory; what is wrong with it, or 0.
 
     Parameters
     ----------
+    busy : int64 array
+        Of each row of `shadow` the tag of an asynchronous read under way, or NOBODY; may be empty.
     first, counts : int64 arrays
         The rows of `shadow` that each access touches.
-    base : int
-        Number of lane 0 among all threads of the grid.
+    first_block : int
+        Number of the block that lane 0 belongs to.
     barriers, warp_barriers : int64 arrays
         How many the blocks and the warps of these lanes have passed.
+    times, seen : arrays
+        With clocks, the own time of each lane and what it has seen, else empty: see `_ordered`.
     clock, owner : int64 arrays
-        Two rows a block, `_ordered`: what all its threads know, and what those that are
-        `acquired` know already.
+        The last two of `_ordered`'s for each block; with counters two rows a block, what all its
+        threads know, and what those that are `acquired` know already.
     flags : int
         STRONG for atomics and ordered accesses, which do not race with each other; FLYING for a
         copy that has not arrived.
     fault : int64 array
         Gets the number of the access, the tag of the other one, and the row of `shadow`.
     """
+    clocks = seen.size > 0
     for i in range(first.size):
         if first[i] < 0:
             continue
         lane = lanes[i]
-        who = base + lane
         local_block = lane // threads
-        block = base // threads + local_block
-        now = barriers[local_block] << 32 | warp_barriers[lane // WARP]
+        block = first_block + local_block
+        who = block << BLOCK | (lane - local_block * threads)
         tag = who << WHO | pc << PC | flags
-        line = 0 if clock.shape[1] == 1 else 2 * block + acquired[lane]
-        row, source = clock[line], owner[line]
+        if clocks:
+            now, line = times[lane], block
+        else:
+            now = barriers[local_block] << 32 | warp_barriers[lane // WARP]
+            line = 2 * block + acquired[lane]
         for g in range(first[i], first[i] + counts[i]):
             last = shadow[g, WRITE]
             code = 0
             if last >= 0:
                 if last & FLYING and not (write and last >> WHO == who):
                     code = IN_FLIGHT
-                elif not (last & flags & STRONG) and not _ordered(
-                    last, shadow[g, WRITE + 1], who, now, block, threads, row, source
-                ):
+                elif (
+                    not (last & flags & STRONG)
+                    and not _clearly_ordered(last, shadow[g, WRITE + 1], who, now)
+                    and not _ordered(
+                        last, shadow[g, WRITE + 1], who, now, clock, owner, line, seen, lane,
+                        threads,
+                    )
+                ):  # fmt: skip
                     code = RACE
             elif last == NOBODY and not write:
                 code = UNWRITTEN
+            if code == 0 and write:
+                if busy.size > 0 and busy[g] >= 0:
+                    last, code = busy[g], STILL_READ
+                else:
+                    last = _forget_readers(
+                        shadow, g, who, now, flags, clock, owner, line, seen, lane, threads
+                    )
+                    code = RACE if last >= 0 else 0
             if code != 0:
                 fault[0], fault[1], fault[2] = i, last, g
                 return code
             if write:
-                for column in (READ, WARP_READ, OTHER_READ):
-                    reader = shadow[g, column]
-                    if (
-                        reader >= 0
-                        and not (reader & flags & STRONG)
-                        and not _ordered(
-                            reader, shadow[g, column + 1], who, now, block, threads, row, source
-                        )
-                    ):
-                        fault[0], fault[1], fault[2] = i, reader, g
-                        return RACE
-                    shadow[g, column] = NOBODY
                 shadow[g, WRITE] = tag
                 shadow[g, WRITE + 1] = now
             else:
-                reader = shadow[g, READ]
-                if reader >= 0 and reader >> WHO != who:
-                    # Of two readers at least one is another thread than the next writer.
-                    if reader >> (WHO + 5) == who >> 5:
-                        shadow[g, WARP_READ] = reader
-                        shadow[g, WARP_READ + 1] = shadow[g, READ + 1]
-                    else:
-                        shadow[g, OTHER_READ] = reader
-                        shadow[g, OTHER_READ + 1] = shadow[g, READ + 1]
-                        shadow[g, WARP_READ] = NOBODY
-                shadow[g, READ] = tag
-                shadow[g, READ + 1] = now
+                _note_reader(shadow, g, tag, now)
+    return 0
+
+
+@_kept(njit)
+def track_engine(
+    shadow: Any, busy: Any, first: Any, counts: Any, who: int, now: int, threads: int, seen: Any,
+    fenced: Any, clock: Any, line: int, pc: int, flags: int, write: bool, fault: Any,
+) -> int:  # fmt: skip
+    """The same for an asynchronous operation, which begins after what its issuer has seen.
+
+    Parameters
+    ----------
+    who, now : int
+        The stream of operations that it is counted for, and its number there.
+    seen, fenced : arrays of shape (1, blocks of a cluster, threads + engines)
+        What the issuer knows, `_ordered`; and which of the writes in shared memory it knows to be
+        fenced, so that they are visible to asynchronous operations. Empty: no fence is needed.
+    """
+    tag = who << WHO | pc << PC | flags
+    for i in range(first.size):
+        if first[i] < 0:
+            continue
+        for g in range(first[i], first[i] + counts[i]):
+            last, code = shadow[g, WRITE], 0
+            if last >= 0:
+                stamp, column = shadow[g, WRITE + 1], (last >> WHO) & IN_BLOCK
+                if last & FLYING:
+                    code = IN_FLIGHT
+                elif not (last & flags & STRONG):
+                    if not _clearly_ordered(last, stamp, who, now) and not _ordered(
+                        last, stamp, who, now, clock, clock, line, seen, 0, threads
+                    ):
+                        code = RACE
+                    elif column < FIRST_ENGINE and fenced.size > 0:
+                        rank = (last >> WHO >> BLOCK) % fenced.shape[1]
+                        if fenced[0, rank, column] < stamp:
+                            code = UNFENCED
+            elif last == NOBODY and not write:
+                code = UNWRITTEN
+            if code == 0 and write:
+                if busy.size > 0 and busy[g] >= 0:
+                    last, code = busy[g], STILL_READ
+                else:
+                    last = _forget_readers(
+                        shadow, g, who, now, flags, clock, clock, line, seen, 0, threads
+                    )
+                    code = RACE if last >= 0 else 0
+            if code != 0:
+                fault[0], fault[1], fault[2] = i, last, g
+                return code
+            if write:
+                shadow[g, WRITE] = tag
+                shadow[g, WRITE + 1] = now
+            else:
+                _note_reader(shadow, g, tag, now)
     return 0
 
 

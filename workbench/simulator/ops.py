@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from workbench.simulator import rounding
 from workbench.simulator.native import fma
 
 Value = Any  # numpy.ndarray or numpy.generic
@@ -29,6 +30,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": BFLOAT16,
     "f16x2": np.dtype(np.uint32),
     "bf16x2": np.dtype(np.uint32),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "e4m3x2": np.dtype(np.uint16),
+    "e5m2x2": np.dtype(np.uint16),
     "tf32": np.dtype(np.float32),
 }
 
@@ -36,6 +41,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 # Words that may stand in an opcode beside types; another one may mean anything.
 _MODIFIERS = {
     "rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "relu", "approx",
+    "satfinite",
     "full", "lo", "hi", "wide", "cc", "NaN", "l", "r", "wrap", "clamp", "shiftamt",
     "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
     "num", "nan", "and", "or", "xor", "finite", "infinite", "number", "notanumber", "normal",
@@ -100,6 +106,8 @@ def find(op: str, mods: tuple[str, ...]) -> Operation:
     kinds = (found.result, *found.sources)
     if not (all(kind in DTYPES for kind in kinds) and _MODIFIERS.issuperset({*mods} - {*DTYPES})):
         raise unknown
+    if "satfinite" in mods and op != "cvt":
+        raise unknown
     if any(kind.endswith("x2") for kind in kinds) and (op in ("setp", "set") or "sat" in mods):
         raise unknown
     if "ftz" in mods:
@@ -124,9 +132,12 @@ def width_of(kind: str) -> int:
     return DTYPES[kind].itemsize * 8
 
 
-def _only_nearest(mods: tuple[str, ...]) -> None:
-    if any(mode in mods for mode in ("rz", "rm", "rp")):
-        raise KeyError("arithmetic rounds to nearest only")
+def _rounded(op: str, mods: tuple[str, ...], count: int, nearest: Any) -> Operation:
+    """An operation as its rounding says; `nearest` computes it to nearest."""
+    mode = next((mode for mode in rounding.DIRECTED if mode in mods), None)
+    if mode is None:
+        return uniform(mods, count, nearest)
+    return uniform(mods, count, rounding.operation(op, mods[-1], mode, fma))
 
 
 # ---------------------------------------------------------------------------------- modifiers
@@ -181,7 +192,6 @@ def uniform(mods: tuple[str, ...], count: int, function: Callable[..., Value]) -
 
 @operation("add", "sub")
 def _add(op: str, mods: tuple[str, ...]) -> Operation:
-    _only_nearest(mods)
     kind = mods[-1]
     if "sat" in mods and kind == "s32":
         limits = np.iinfo(np.int32)
@@ -193,7 +203,7 @@ def _add(op: str, mods: tuple[str, ...]) -> Operation:
                 wide(a.astype(np.int64), b.astype(np.int64)), limits.min, limits.max
             ).astype(np.int32),
         )
-    return uniform(mods, 2, np.add if op == "add" else np.subtract)
+    return _rounded(op, mods, 2, np.add if op == "add" else np.subtract)
 
 
 def _doubled(kind: str) -> np.dtype[Any]:
@@ -228,10 +238,9 @@ def _high_product(a: Value, b: Value, signed: bool) -> Value:
 
 @operation("mul")
 def _mul(op: str, mods: tuple[str, ...]) -> Operation:
-    _only_nearest(mods)
     kind = mods[-1]
     if is_float(kind):
-        return uniform(mods, 2, np.multiply)
+        return _rounded(op, mods, 2, np.multiply)
     half = mods[0]
     result = f"{kind[0]}{width_of(kind) * 2}" if half == "wide" else kind
     return Operation(_product(kind, half), result, (kind, kind))
@@ -263,10 +272,9 @@ def _mad(op: str, mods: tuple[str, ...]) -> Operation:
 
 @operation("fma")
 def _fma(op: str, mods: tuple[str, ...]) -> Operation:
-    _only_nearest(mods)
     kind = mods[-1]
     if kind in ("f32", "f64"):
-        return Operation(fma, kind, (kind,) * 3)
+        return _rounded("fma", mods, 3, fma)
     half = DTYPES[kind.removesuffix("x2")]
 
     def in_double(a: Value, b: Value, c: Value) -> Value:
@@ -300,10 +308,9 @@ def _dp4a(op: str, mods: tuple[str, ...]) -> Operation:
 
 @operation("div")
 def _div(op: str, mods: tuple[str, ...]) -> Operation:
-    _only_nearest(mods)
     kind = mods[-1]
     if is_float(kind):
-        return uniform(mods, 2, np.divide)
+        return _rounded(op, mods, 2, np.divide)
     if is_signed(kind):  # towards zero; NumPy rounds down
         return uniform(mods, 2, lambda a, b: (a - np.fmod(a, b)) // b)
     return uniform(mods, 2, np.floor_divide)
@@ -338,13 +345,12 @@ _FUNCTIONS: dict[str, Callable[[Value], Value]] = {
 
 @operation(*_FUNCTIONS)
 def _function(op: str, mods: tuple[str, ...]) -> Operation:
-    _only_nearest(mods)
     kind, function = mods[-1], _FUNCTIONS[op]
     if kind == "f64" and "approx" in mods:
         return uniform(mods, 1, lambda x: _upper_word(function(x)))
     if kind not in ("f32", "f64"):
         function = _in_single(function)
-    return uniform(mods, 1, function)
+    return _rounded(op, mods, 1, function)
 
 
 @operation("abs", "neg")

@@ -19,6 +19,7 @@ SIZES = {
     "pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
     "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "tf32": 4,
     "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
+    "e4m3": 1, "e5m2": 1, "e4m3x2": 2, "e5m2x2": 2,
 }  # fmt: skip
 
 
@@ -134,7 +135,7 @@ class Instruction:
     @property
     def opcode(self) -> str:
         """The whole opcode, like ``ld.global.v4.f32``."""
-        return ".".join((self.op, *self.mods))
+        return ".".join((self.op, *self.mods)).replace("__", "::")
 
 
 @dataclass(slots=True)
@@ -163,12 +164,21 @@ class Variable:
 
 @dataclass(slots=True)
 class Function:
-    """A kernel or a function that one calls; the two differ in who passes the parameters."""
+    """A kernel or a function that one calls; the two differ in who passes the parameters.
+
+    Attributes
+    ----------
+    start : int
+        Index of its first instruction.
+    cluster : int
+        Blocks of the clusters that a kernel must run in.
+    """
 
     name: str
     params: list[Variable]
     results: list[Variable]
-    start: int = 0  # index of its first instruction
+    start: int = 0
+    cluster: int = 1
 
 
 @dataclass(slots=True)
@@ -288,7 +298,8 @@ class _Parser:
         if match.group(1) == "func":
             for variable in (*results, *params):
                 self._make_local(variable)
-        self.functions[name] = Function(name, params, results, len(self.instructions))
+        cluster = _cluster(header)
+        self.functions[name] = Function(name, params, results, len(self.instructions), cluster)
         self.where, self.inlined = None, {}
         self.at += 1
         self.scopes = [scope]
@@ -453,6 +464,15 @@ class _Parser:
             case Not(inner):
                 return Not(self._resolve(inner))
         return operand
+
+
+def _cluster(header: str) -> int:
+    """How many blocks a kernel's clusters have, all of them neighbours in x."""
+    match = re.search(r"\.reqnctapercluster\s+([\d,\s]+)", header)
+    sizes = [int(size) for size in re.findall(r"\d+", match[1])] if match else [1]
+    if any(size != 1 for size in sizes[1:]):
+        raise PTXError(f"a cluster of {sizes} blocks: only those in x are known")
+    return sizes[0]
 
 
 def _initial(text: str | None, kind: str) -> bytes:

@@ -52,8 +52,8 @@ def options(*, checks: bool = True, max_steps: int = engine.MAX_STEPS) -> Iterat
     ----------
     checks : bool
         Without, kernels run nearly twice as fast, and races go unnoticed. With, they are looked for
-        in the first four million elements of outputs and workspaces, and between blocks that wait
-        for each other in grids of up to 2048 blocks.
+        in the first four million elements of outputs and workspaces, and between some 2900 blocks
+        that wait for each other; `UncheckedWarning` says so where there are more.
     max_steps : int
         Instructions, each for a group of threads, after which a launch is given up.
     """
@@ -136,7 +136,7 @@ def run(
             values | dict(launch.values) | _tensor_maps(launch, problem, memory)
         )
         started = engine.Launch(
-            load(language, launch.entry), launch.grid, launch.block, launch.shared_memory,
+            load(language, launch.entry), (launch.grid,), (launch.block,), launch.shared_memory,
             arguments, memory, checker, _options.max_steps,
         )  # fmt: skip
         engine.run(started)

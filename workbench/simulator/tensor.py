@@ -98,7 +98,7 @@ def _movmatrix(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 # ------------------------------------------------------------------------------------- products
 
 
-def _places_a(registers: int, elements: int) -> tuple[Array, Array]:
+def places_a(registers: int, elements: int) -> tuple[Array, Array]:
     """Row and column of each (register, lane, element)."""
     r = np.arange(registers)[:, None, None]
     e = np.arange(elements)
@@ -120,34 +120,32 @@ def _places_c(registers: int, elements: int) -> tuple[Array, Array]:
     return G[:, None] + 8 * (r // 2) + 0 * e, 2 * C[:, None] + r % 2 + 0 * e
 
 
-def _elements(kind: str) -> int:
+def elements_in_register(kind: str) -> int:
     """Elements in a register."""
     return max(1, 4 // SIZES[kind])
 
 
-def _gather(
-    chunk: Chunk,
-    group: Group,
-    getters: list[Getter],
-    kind: str,
-    shape: tuple[int, int],
-    places: Any,
-) -> Array:
-    """A fragment as matrices in float64, or int64."""
-    words = np.stack([chunk.of_lanes(get(chunk.registers), group) for get in getters], axis=-1)
+def _words(chunk: Chunk, group: Group, getters: list[Getter]) -> list[Array]:
+    return [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+
+
+def gather(registers: list[Array], kind: str, shape: tuple[int, int], places: Any) -> Array:
+    """Fragments, from the registers of whole warps, as matrices in float64, or int64."""
+    words = np.stack(registers, axis=-1)
     if kind == "tf32":  # what is below its fraction is not looked at
-        words = words & np.uint32(0xFFFFE000)
-    words = np.ascontiguousarray(words.reshape(-1, WARP, len(getters)).swapaxes(1, 2))
-    values = words.view(DTYPES[kind]).reshape(-1, len(getters), WARP, _elements(kind))
+        words = words.view(np.uint32) & np.uint32(0xFFFFE000)
+    words = np.ascontiguousarray(words.reshape(-1, WARP, len(registers)).swapaxes(1, 2))
+    values = words.view(DTYPES[kind]).reshape(-1, len(registers), WARP, elements_in_register(kind))
     wide = np.int64 if values.dtype.kind in "iu" else np.float64
     matrices = np.zeros((values.shape[0], *shape), wide)
     matrices[:, places[0], places[1]] = values
     return matrices
 
 
-def _scatter(
+def scatter(
     chunk: Chunk, group: Group, puts: list[Putter], kind: str, matrices: Array, places: Any
 ) -> None:
+    """Matrices to the registers of the warps of a group."""
     values = np.ascontiguousarray(matrices[:, places[0], places[1]].astype(DTYPES[kind]))
     word = "u8" if SIZES[kind] == 8 else "u4"
     words = values.view(word)[..., 0]
@@ -177,16 +175,16 @@ def _mma(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     word = "b64" if a_kind == "f64" else "b32"
     get_a, get_b, get_c = ([decoder.get(x, word) for x in items] for items in (a, b, c))
     puts = [decoder.put_lanes(x, word) for x in d]
-    places_a = _places_a(len(a), _elements(a_kind))
-    places_b = _places_b(len(b), _elements(b_kind))
-    places_c = _places_c(len(c), _elements(c_kind))
-    places_d = _places_c(len(d), _elements(d_kind))
+    at_a = places_a(len(a), elements_in_register(a_kind))
+    at_b = _places_b(len(b), elements_in_register(b_kind))
+    at_c = _places_c(len(c), elements_in_register(c_kind))
+    at_d = _places_c(len(d), elements_in_register(d_kind))
 
     def multiply(chunk: Chunk, group: Group) -> Outcome:
-        left = _gather(chunk, group, get_a, a_kind, (m, k), places_a)
-        right = _gather(chunk, group, get_b, b_kind, (k, n), places_b)
-        start = _gather(chunk, group, get_c, c_kind, (m, n), places_c)
-        _scatter(chunk, group, puts, d_kind, left @ right + start, places_d)
+        left = gather(_words(chunk, group, get_a), a_kind, (m, k), at_a)
+        right = gather(_words(chunk, group, get_b), b_kind, (k, n), at_b)
+        start = gather(_words(chunk, group, get_c), c_kind, (m, n), at_c)
+        scatter(chunk, group, puts, d_kind, left @ right + start, at_d)
         return None
 
     return whole_warps(pc, multiply)

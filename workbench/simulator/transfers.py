@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 
 from workbench.simulator import faults, native
-from workbench.simulator.decode import Decoder, builder
+from workbench.simulator.decode import Decoder, Getter, builder
 from workbench.simulator.engine import Chunk, Group, Step
 from workbench.simulator.faults import SimulationError, at
-from workbench.simulator.memory import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, Bytes, describe
+from workbench.simulator.memory import (
+    GLOBAL_BASE,
+    LOCAL_BASE,
+    PARAM_BASE,
+    SHARED_BASE,
+    Bytes,
+    describe,
+)
 from workbench.simulator.ops import DTYPES, UnknownInstructionError
 from workbench.simulator.ptx import SIZES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
 
@@ -30,7 +37,8 @@ class Access:
     Attributes
     ----------
     space : str
-        "global", "shared", "local" or, where the address itself says it, "".
+        "global", "shared" (of the own block), "cluster" (of any in the cluster), "local", "param"
+        or, where the address itself says it, "".
     size : int
         Bytes a thread.
     flags : int
@@ -68,14 +76,25 @@ def reach(
         offsets, bad, code = native.find_in_own(
             addresses, chunk.block_of[lanes], chunk.shared_stride, chunk.shared_limit, access.size
         )
+    elif access.space == "cluster":
+        memory = chunk.shared
+        blocks, places = chunk.in_cluster(addresses, lanes)
+        offsets, bad, code = native.find_in_own(
+            places, blocks, chunk.shared_stride, chunk.shared_limit, access.size
+        )
+    elif access.space == "param":
+        memory = chunk.params
+        offsets, bad, code = native.find_in_own(
+            addresses, np.zeros_like(addresses), 0, len(chunk.launch.params), access.size
+        )
     else:
         memory = chunk.local
         offsets, bad, code = native.find_in_own(
             addresses, lanes, chunk.local_stride, chunk.local_limit, access.size
         )
     if bad >= 0:
-        raise _bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
-    if chunk.checks is not None and access.space != "local":
+        raise bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
+    if chunk.checks is not None and access.space not in ("local", "param"):
         _check(chunk, access, offsets, lanes, lanes if users is None else users)
     return memory, offsets
 
@@ -109,8 +128,9 @@ def split_by_space(access: Access, addresses: Array) -> Iterator[tuple[Access, A
         return
     limits = (
         (0, SHARED_BASE, "global", 0),
-        (SHARED_BASE, LOCAL_BASE, "shared", SHARED_BASE),
-        (LOCAL_BASE, GLOBAL_BASE, "local", LOCAL_BASE),
+        (SHARED_BASE, LOCAL_BASE, "cluster", SHARED_BASE),
+        (LOCAL_BASE, PARAM_BASE, "local", LOCAL_BASE),
+        (PARAM_BASE, GLOBAL_BASE, "param", PARAM_BASE),
         (GLOBAL_BASE, 1 << 63, "global", 0),
     )
     for low, high, space, base in limits:
@@ -127,9 +147,10 @@ def _verb(access: Access) -> str:
     return "writes" if access.write else "reads"
 
 
-def _bad_address(
+def bad_address(
     chunk: Chunk, access: Access, address: int, lane: int, code: int
 ) -> SimulationError:
+    """What `native.find_in_arena` and its like found wrong with an address, in words."""
     where = chunk.launch.where(access.pc)
     kind = {
         native.OUT_OF_RANGE: faults.OUT_OF_RANGE,
@@ -140,9 +161,13 @@ def _bad_address(
     if access.space == "global":
         target = describe(chunk.global_memory, address, access.size)
     else:
-        limit = chunk.shared_limit if access.space == "shared" else chunk.local_limit
-        owner = "its block" if access.space == "shared" else "the thread"
-        target = f"byte {address} of {access.space} memory, of which {owner} has {limit}"
+        space, owner, limit = {
+            "shared": ("shared", "its block", chunk.shared_limit),
+            "cluster": ("shared", "every block of the cluster", chunk.shared_limit),
+            "local": ("local", "the thread", chunk.local_limit),
+            "param": ("parameter", "the kernel", len(chunk.launch.params)),
+        }[access.space]
+        target = f"byte {address} of {space} memory, of which {owner} has {limit}"
     return SimulationError(kind, f"{who}: {target}", where)
 
 
@@ -157,18 +182,33 @@ def collision(
     message = f"{chunk.name(int(lanes[i]))} {_verb(access)} {target} at {at(where)}"
     if code == native.UNWRITTEN:
         return SimulationError(faults.UNWRITTEN, f"{message}: nobody wrote it before", where)
-    block, thread = divmod(tag >> native.WHO, chunk.threads)
+    block, thread = tag >> native.WHO >> native.BLOCK, tag >> native.WHO & native.IN_BLOCK
     pc = tag >> native.PC & native.PC_MASK
     other, earlier = launch.where(pc), launch.code.program.instructions[pc]
-    did = "read" if earlier.op in ("ld", "ldu", "ldmatrix") else "wrote"
+    did = "read" if _reads(earlier, access.space) else "wrote"
     who = f"thread {thread} of block {block}"
-    if code == native.IN_FLIGHT:
-        return SimulationError(
-            faults.IN_FLIGHT,
-            f"{message}, where a copy that {who} started at {at(other)} has not arrived",
-            where,
-            other,
-        )
+    missing = f"a copy that {who} started at {at(other)}"
+    if thread >= native.FIRST_ENGINE:
+        names = {"cp": "a bulk copy", "st": "st.async"}
+        who = f"{names.get(earlier.op, earlier.op)} of block {block}"
+        missing = f"{who}, started at {at(other)},"
+    told = {
+        native.IN_FLIGHT: (
+            faults.RACE if access.write else faults.IN_FLIGHT,
+            f"where {missing} has not arrived",
+        ),
+        native.STILL_READ: (
+            faults.STILL_READ,
+            f"which {earlier.opcode} at {at(other)} may not have read yet",
+        ),
+        native.UNFENCED: (
+            faults.UNFENCED,
+            f"which {who} wrote at {at(other)}, with no fence.proxy.async in between",
+        ),
+    }
+    if code in told:
+        kind, words = told[code]
+        return SimulationError(kind, f"{message}, {words}", where, other)
     own = f"block {chunk.first + int(chunk.block_of[lanes[i]])}"
     missing = "no barrier" if own == f"block {block}" else "nothing that orders the blocks"
     return SimulationError(
@@ -177,6 +217,18 @@ def collision(
         where,
         other,
     )
+
+
+def _reads(instruction: Instruction, space: str) -> bool:
+    """Whether an instruction reads from the memory of a space and does not write to it."""
+    mods = instruction.mods
+    if instruction.op == "cp":  # what is written is named first
+        named = [m.partition("__")[0] for m in mods if m.startswith(("global", "shared"))]
+        space = space.replace("cluster", "shared")
+        return len(named) == 2 and named[0] != named[1] and named[0] != space
+    if instruction.op == "mbarrier":
+        return mods[0] not in ("init", "inval")
+    return instruction.op in ("ld", "ldu", "ldmatrix", "wgmma")
 
 
 def _target(chunk: Chunk, access: Access, offset: int, row: int) -> str:
@@ -232,8 +284,10 @@ def addresses_of(decoder: Decoder, operand: Operand) -> Addresses:
 
 def _space(decoder: Decoder, instruction: Instruction, operand: Operand) -> str:
     """The memory that an instruction names; parameters of functions lie in local memory."""
-    if any(m in ("async", "bulk") or "cluster" in m for m in instruction.mods):
+    if any(m in ("async", "bulk") for m in instruction.mods):
         raise UnknownInstructionError(instruction.opcode)
+    if "shared__cluster" in instruction.mods:
+        return "cluster"
     named = [m.partition("__")[0] for m in instruction.mods]
     space = next((s for s in _SPACES if s in named), "")
     if space == "param":
@@ -289,7 +343,7 @@ def _ld(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         plain(chunk, group)
         chunk.polled = True
         if chunk.checks is not None:
-            chunk.checks.acquire(group.lanes, where, "acquire" not in mods)
+            chunk.checks.order.acquire(group.lanes, where, "acquire" not in mods)
 
     return load_in_order
 
@@ -322,7 +376,7 @@ def _ld_param(decoder: Decoder, target: Operand, source: Operand, kind: str, cou
 
 @builder("st")
 def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    target, source = instruction.operands
+    target, source = _without_hint(instruction)
     kind, count, mods = instruction.mods[-1], _vector(instruction), instruction.mods
     space, element = _space(decoder, instruction, target), SIZES[kind]
     strong = any(m in _STRONG for m in mods)
@@ -350,7 +404,7 @@ def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     def store_in_order(chunk: Chunk, group: Group) -> None:
         plain(chunk, group)
         if chunk.checks is not None:
-            chunk.checks.release(group.lanes, addresses(chunk, group), "release" not in mods)
+            chunk.checks.order.release(group.lanes, addresses(chunk, group), "release" not in mods)
 
     return store_in_order
 
@@ -360,64 +414,111 @@ def _st(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
 _ATOMICS: dict[str, Callable[..., Any]] = {
     "add": lambda old, a: old + a,
     "exch": lambda old, a: a,
-    "min": min,
-    "max": max,
+    "min": np.fmin,
+    "max": np.fmax,
     "and": lambda old, a: old & a,
     "or": lambda old, a: old | a,
     "xor": lambda old, a: old ^ a,
-    "inc": lambda old, a: old.dtype.type(0) if old >= a else old + old.dtype.type(1),
-    "dec": lambda old, a: a if old == 0 or old > a else old - old.dtype.type(1),
-    "cas": lambda old, compare, new: new if old == compare else old,
+    "inc": lambda old, a: np.where(old >= a, 0, old + 1).astype(old.dtype),
+    "dec": lambda old, a: np.where((old == 0) | (old > a), a, old - 1).astype(old.dtype),
+    "cas": lambda old, compare, new: np.where(old == compare, new, old),
 }
+
+
+def _flushed(x: Array) -> Array:
+    """Subnormal numbers become zeros of their sign, as in additions to float32 in global memory."""
+    tiny = np.abs(x) < np.finfo(np.float32).smallest_normal
+    return np.where(tiny, np.copysign(np.float32(0), x), x)
+
+
+def _in_turns(cells: Array) -> Iterator[Array]:
+    """Positions of equal numbers in different turns, the first of each in the first."""
+    order = np.argsort(cells, kind="stable")
+    ordered = cells[order]
+    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    turn = np.arange(cells.size) - np.repeat(first, np.diff([*first, cells.size]))
+    for number in range(int(turn.max(initial=-1)) + 1):
+        yield order[turn == number]
 
 
 @builder("atom", "red")
 def _atom(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
-    """One lane after the other, as the memory does."""
-    mods, kind = instruction.mods, instruction.mods[-1]
-    operands = list(instruction.operands)
+    """One lane after the other, as the memory does; of a vector, each number by itself."""
+    mods, kind, count = instruction.mods, instruction.mods[-1], _vector(instruction)
+    operands = list(_without_hint(instruction))
     target = operands.pop(0) if instruction.op == "atom" else None
     name = next((m for m in mods if m in _ATOMICS), "")
-    if not name or _vector(instruction) > 1 or kind.endswith("x2"):
+    if not name or "async" in mods:
         raise UnknownInstructionError(instruction.opcode)
-    change, element, dtype = _ATOMICS[name], SIZES[kind], DTYPES[kind]
-    access = Access(pc, _space(decoder, instruction, operands[0]), element, True, native.STRONG)
-    addresses, put = addresses_of(decoder, operands[0]), decoder.put_lanes(target, kind)
-    getters = [decoder.get(x, kind) for x in operands[1:]]
+    change, word = _ATOMICS[name], DTYPES[kind]
+    dtype = DTYPES[kind.removesuffix("x2")]
+    space, size = _space(decoder, instruction, operands[0]), SIZES[kind] * count
+    access = Access(pc, space, size, True, native.STRONG)
+    addresses = addresses_of(decoder, operands[0])
+    puts = [decoder.put_lanes(item, kind) for item in _items(target)] if target else []
+    getters = [[decoder.get(item, kind) for item in _items(x)] for x in operands[1:]]
     acquires = any(m in mods for m in ("acquire", "acq_rel"))
     releases = any(m in mods for m in ("release", "acq_rel"))
+    flushes = (name, kind) == ("add", "f32")
+
+    def values_of(chunk: Chunk, group: Group, part: list[Getter]) -> Array:
+        table = np.stack([chunk.of_lanes(get(chunk.registers), group) for get in part], axis=-1)
+        return np.ascontiguousarray(table).view(dtype)
 
     def update(chunk: Chunk, group: Group) -> None:
         where, lanes = addresses(chunk, group), group.lanes
         writes = chunk.launch.writes
-        old = np.empty(group.count, dtype)
-        values = [chunk.of_lanes(get(chunk.registers), group) for get in getters]
+        values = [values_of(chunk, group, part) for part in getters]
+        old = np.empty_like(values[0])
         changed = False
         for part, chosen, base in split_by_space(access, where):
             memory, offsets = reach(chunk, part, where[chosen] - base, lanes[chosen])
             cells = memory.bytes.view(dtype)
-            for i, cell in zip(
-                np.flatnonzero(chosen).tolist(), (offsets // element).tolist(), strict=True
-            ):
-                before = cells[cell]
-                old[i] = before
-                cells[cell] = change(before, *(value[i] for value in values))
-                changed |= bool(cells[cell] != before)
+            places = np.flatnonzero(chosen)
+            numbers = offsets[:, None] // dtype.itemsize + np.arange(old.shape[1])
+            for turn in _in_turns(offsets):
+                index, here = numbers[turn], places[turn]
+                before = cells[index]
+                after = change(before, *(value[here] for value in values))
+                if flushes and part.space == "global":
+                    added = values[0][here]
+                    after = _flushed(_flushed(before) + _flushed(added))
+                old[here] = before
+                cells[index] = after
+                changed |= bool((cells[index] != before).any())
         # Who polls with an atomic that changes nothing gives nobody anything new to see.
         chunk.launch.writes = writes + changed
-        put(chunk, old, group)
+        words = old.view(word)
+        for i, put in enumerate(puts):
+            put(chunk, np.ascontiguousarray(words[:, i]), group)
         chunk.polled = True
         if chunk.checks is not None:
-            chunk.checks.acquire(lanes, where, not acquires)
-            chunk.checks.release(lanes, where, not releases)
+            chunk.checks.order.acquire(lanes, where, not acquires)
+            chunk.checks.order.release(lanes, where, not releases)
 
     return update
+
+
+def _without_hint(instruction: Instruction) -> tuple[Operand, ...]:
+    """The operands without a cache policy, which changes nothing here."""
+    hinted = "L2__cache_hint" in instruction.mods
+    return instruction.operands[:-1] if hinted else instruction.operands
+
+
+@builder("createpolicy")
+def _createpolicy(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    put = decoder.put(instruction.operands[0], "b64")
+
+    def create(chunk: Chunk, group: Group) -> None:
+        put(chunk, np.uint64(0), group)
+
+    return create
 
 
 @builder("membar", "fence")
 def _fence(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     def fence(chunk: Chunk, group: Group) -> None:
         if chunk.checks is not None:
-            chunk.checks.fence(group.lanes)
+            chunk.checks.order.fence(group.lanes)
 
     return fence
