@@ -170,6 +170,9 @@ class Binary:
         Local memory a thread, spills included.
     static_shared_bytes : int
         Shared memory declared in the kernel, a block.
+    arguments_at : int
+        Where the first argument lies in the argument buffer, in bytes: not at its beginning if the
+        kernel has tensor maps, which want addresses that are multiples of 64.
     """
 
     code: bytes
@@ -177,6 +180,7 @@ class Binary:
     registers: int
     stack_bytes: int
     static_shared_bytes: int
+    arguments_at: int
 
 
 _memory: dict[tuple[str, Entry, str], Binary] = {}
@@ -455,14 +459,15 @@ def _pretend_device(cc: tuple[int, int]) -> Iterator[None]:
 
 
 _ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
-_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
+_EIATTR_FRAME_SIZE, _EIATTR_KPARAM_INFO, _EIATTR_REGCOUNT = 0x11, 0x17, 0x2F
 
 
-def resources(code: bytes, symbol: str) -> tuple[int, int, int]:
-    """(registers, stack bytes, static shared bytes) of a kernel, read from its cubin's ELF.
+def resources(code: bytes, symbol: str) -> tuple[int, int, int, int]:
+    """The last four fields of a `Binary`, read from a cubin's ELF.
 
-    The notes in ``.nv.info`` are (format, attribute, size) headers; the two attributes wanted hold
-    a symbol's index and a value.
+    The notes in ``.nv.info`` are (format, attribute, size) headers; of the attributes wanted, two
+    hold a symbol's index and a value, and the third, in the kernel's own notes, the number of a
+    parameter and its offset.
     """
     (offset,) = struct.unpack_from("<Q", code, 40)
     size, count, names_at = struct.unpack_from("<HHH", code, 58)
@@ -474,21 +479,34 @@ def resources(code: bytes, symbol: str) -> tuple[int, int, int]:
     named = {text(sections[names_at][4] + s[0]): s for s in sections}
     symbols = next(s for s in sections if s[1] == 2)
     strings = sections[symbols[6]][4]
-    shared = named.get(f".nv.shared.{symbol}")
+
+    def notes(section: str) -> Iterator[tuple[int, bytes]]:
+        at, length = named[section][4:6]
+        end = at + length
+        while at < end:
+            kind, attribute, value = struct.unpack_from("<BBH", code, at)
+            at += 4
+            if kind == 4:  # else the value is all there is
+                yield attribute, code[at : at + value]
+                at += value
+
     found = {_EIATTR_FRAME_SIZE: 0, _EIATTR_REGCOUNT: 0}
-    at, end = named[".nv.info"][4], named[".nv.info"][4] + named[".nv.info"][5]
-    while at < end:
-        kind, attribute, value = struct.unpack_from("<BBH", code, at)
-        at += 4
-        if kind != 4:  # the value is all there is
-            continue
-        if attribute in found and value == 8:
-            index, number = struct.unpack_from("<II", code, at)
+    for attribute, note in notes(".nv.info"):
+        if attribute in found and len(note) == 8:
+            index, number = struct.unpack("<II", note)
             (name_at,) = struct.unpack_from("<I", code, symbols[4] + index * 24)
             if text(strings + name_at) == symbol:
                 found[attribute] = number
-        at += value
-    return found[_EIATTR_REGCOUNT], found[_EIATTR_FRAME_SIZE], shared[5] if shared else 0
+    arguments_at = 0
+    for attribute, note in notes(f".nv.info.{symbol}"):
+        if attribute == _EIATTR_KPARAM_INFO:
+            _, parameter, parameter_at = struct.unpack_from("<IHH", note)
+            if parameter == 0:
+                arguments_at = parameter_at
+    shared = named.get(f".nv.shared.{symbol}")
+    return (
+        found[_EIATTR_REGCOUNT], found[_EIATTR_FRAME_SIZE], shared[5] if shared else 0, arguments_at,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -575,6 +593,7 @@ class Loaded:
     function: int
     module: Any
     start: Any
+    arguments_at: int
 
 
 @functools.cache
@@ -590,7 +609,7 @@ def load(language: str, entry: Entry, device: int, shared_memory: int) -> Loaded
         driver = cupy.cuda.driver
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, shared_memory)
-    return Loaded(function.ptr, module, cupy.cuda.driver.launchKernel)
+    return Loaded(function.ptr, module, cupy.cuda.driver.launchKernel, binary.arguments_at)
 
 
 # A launch's packet is the list that cuLaunchKernel takes as `extra`, the size of the arguments, and

@@ -159,23 +159,17 @@ def _offsets(workspaces: tuple[Workspace, ...]) -> tuple[list[tuple[Workspace, i
 
 def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) -> _Bound:
     signature = launch.entry.signature
-    packet = compiler.packet(signature.pack(values | dict(launch.values)))
+    kernel = compiler.load(language, launch.entry, device, launch.shared_memory)
+    arguments = signature.pack(values | dict(launch.values))
+    packet = compiler.packet(bytes(kernel.arguments_at) + arguments)
+    first = compiler.PACKET_HEADER + kernel.arguments_at // 8
     slots = tuple(
-        (compiler.PACKET_HEADER + i, leaf.removeprefix("score."))
+        (first + i, leaf.removeprefix("score."))
         for i, (kind, leaf) in enumerate(signature.leaves)
         if kind.endswith("*")
     )
-    return _Bound(
-        compiler.load(language, launch.entry, device, launch.shared_memory),
-        launch,
-        packet,
-        ctypes.c_uint64 * (len(packet) // 8),
-        slots,
-        tuple(
-            (compiler.PACKET_HEADER + signature.slots[f"{chosen.parameter}.0"], chosen)
-            for chosen in launch.maps
-        ),
-    )
+    maps = tuple((first + signature.slots[f"{x.parameter}.0"], x) for x in launch.maps)
+    return _Bound(kernel, launch, packet, ctypes.c_uint64 * (len(packet) // 8), slots, maps)
 
 
 # A graph that replays a captured call writes into the workspaces of that call again, long after the
