@@ -19,27 +19,44 @@
 #include "ptx_sm90.cuh"
 #include "scores.cuh"
 
-// A query tile and the keys that some row of it sees.
+// A query tile, the keys that some row of it sees, and which ones a row sees.
 struct QueryTile {
   int batch_index, head, q_start, k_start, k_end;
+  KeyRange band;
 };
 
 template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
-__device__ __forceinline__ QueryTile query_tile(const ScoreParams<Acc>& score,
-                                                int64 tile,
-                                                int64 batch,
+__device__ __forceinline__ QueryTile query_tile(uint32 tile,
+                                                uint32 tiles,
+                                                const ScoreParams<Acc>& score,
                                                 int64 heads_q,
                                                 int64 seqlen_q,
-                                                int64 seqlen_k,
-                                                KeyRange& band) {
-  int64 heads_total = batch * heads_q;
+                                                int64 seqlen_k) {
+  uint32 tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M)), heads_total = tiles / tiles_q;
+  uint32 head = tile % heads_total;  // of all batches
   QueryTile t;
-  t.batch_index = int(tile % heads_total / heads_q);
-  t.head = int(tile % heads_q);
-  t.q_start = int(cdiv(seqlen_q, int64(BLOCK_M)) - 1 - tile / heads_total) * BLOCK_M;
-  band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
-  t.k_start = first_key<FEATURES>(band, t.q_start) / BLOCK_N * BLOCK_N;
-  t.k_end = last_key<FEATURES>(band, t.q_start + BLOCK_M);
+  t.batch_index = head / uint32(heads_q);
+  t.head = head % uint32(heads_q);
+  t.q_start = (tiles_q - 1 - tile / heads_total) * BLOCK_M;
+  t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
+  t.k_start = first_key<FEATURES>(t.band, t.q_start) / BLOCK_N * BLOCK_N;
+  t.k_end = last_key<FEATURES>(t.band, t.q_start + BLOCK_M);
+  return t;
+}
+
+// The first query tile from `tile` on, in steps of the grid, that sees a key; `tile` becomes it.
+template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
+__device__ __forceinline__ QueryTile next_tile(uint32& tile,
+                                               uint32 tiles,
+                                               const ScoreParams<Acc>& score,
+                                               int64 heads_q,
+                                               int64 seqlen_q,
+                                               int64 seqlen_k) {
+  QueryTile t = {};
+  for (; tile < tiles; tile += gridDim.x) {
+    t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+    if (t.k_start < t.k_end) break;
+  }
   return t;
 }
 
@@ -184,6 +201,7 @@ template <typename T,
           int HEAD_DIM,
           int HEAD_DIM_V,
           int FEATURES,
+          int Q_STAGES,
           int STAGES,
           int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -209,14 +227,16 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   extern __shared__ uint4 shared[];
   uint32 q_smem = cdiv(shared_address(shared), 1024u) * 1024;
-  uint32 k_smem = q_smem + Q_BYTES;
+  uint32 k_smem = q_smem + Q_STAGES * Q_BYTES;
   uint32 v_smem = k_smem + STAGES * K_BYTES;
-  uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8;
-  uint32 k_full = q_full + 16, k_empty = k_full + 8 * STAGES;
+  uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES;
+  uint32 k_full = q_empty + 8 * Q_STAGES, k_empty = k_full + 8 * STAGES;
   uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
   if (threadIdx.x == 0) {
-    mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, 4 * CONSUMERS);  // one arrival a warp
+    for (uint32 full = q_full; full < q_empty; full += 8) {
+      mbarrier_init(full, 1);
+      mbarrier_init(full + 8 * Q_STAGES, 4 * CONSUMERS);  // one arrival a warp
+    }
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(k_full + 8 * stage, 1);
       mbarrier_init(v_full + 8 * stage, 1);
@@ -228,34 +248,36 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   // 1. Which rows are ours
-  int64 tiles = batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M));
-  int heads_each = int(heads_q / heads_kv);
-  KeyRange band;
-  int loaded = 0, tiles_loaded = 0;  // K tiles and Q tiles so far: they tell stage and phase
+  uint32 tiles = uint32(batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M))), tile = blockIdx.x;
+  QueryTile t =
+      next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+  uint32 loaded = 0, tiles_loaded = 0;  // K tiles and Q tiles so far: they tell stage and phase
 
   if (threadIdx.x < 128) {
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
-    for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(score, tile, batch, heads_q, seqlen_q,
-                                                           seqlen_k, band);
-      if (t.k_start >= t.k_end) continue;
+    while (tile < tiles) {
       // 2 (producer). Load the Q tile
-      mbarrier_wait(q_empty, ~tiles_loaded & 1);
-      load_tile<BLOCK_M, HEAD_DIM>(q_smem, q_map, q_full, t.q_start, t.head, t.batch_index);
+      uint32 slot = tiles_loaded % Q_STAGES;
+      mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
+      load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * Q_BYTES, q_map, q_full + 8 * slot, t.q_start,
+                                   t.head, t.batch_index);
       ++tiles_loaded;
 
       // 4 (producer). Walk over the key/value tiles
+      int head_kv = uint32(t.head) / (uint32(heads_q) / uint32(heads_kv));
       for (int k_start = t.k_start; k_start < t.k_end; k_start += BLOCK_N, ++loaded) {
         // 4a (producer). Load the K and V tiles
-        int stage = loaded % STAGES, empty = ~(loaded / STAGES) & 1;
+        uint32 stage = loaded % STAGES, empty = ~(loaded / STAGES) & 1;
         mbarrier_wait(k_empty + 8 * stage, empty);
         load_tile<BLOCK_N, HEAD_DIM>(k_smem + stage * K_BYTES, k_map, k_full + 8 * stage, k_start,
-                                     t.head / heads_each, t.batch_index);
+                                     head_kv, t.batch_index);
         mbarrier_wait(v_empty + 8 * stage, empty);
         load_tile<BLOCK_N, HEAD_DIM_V>(v_smem + stage * V_BYTES, v_map, v_full + 8 * stage, k_start,
-                                       t.head / heads_each, t.batch_index);
+                                       head_kv, t.batch_index);
       }
+      tile += gridDim.x;
+      t = next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
     }
     return;
   }
@@ -263,92 +285,20 @@ __global__ void __launch_bounds__(THREADS, 1)
   setmaxnreg_inc<CONSUMERS == 3 ? 160 : 240>();
   int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same for the whole warp
   int lane_id = threadIdx.x % 32, warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;
+  int first_row = warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
   float to_log2 = float(score.scale) * LOG2E;
   // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
   for (int other = 0; other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
 
-  for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(score, tile, batch, heads_q, seqlen_q,
-                                                         seqlen_k, band);
-    int first_row = t.q_start + warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
-    uint32 q_rows = q_smem + consumer * (64 * 128);
-
-    // 3. Start the running softmax
-    float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
-    float s[BLOCK_N / 2];
-    uint32 p[BLOCK_N / 4];
-    if (t.k_start < t.k_end) {
-      int stage = loaded % STAGES, phase = loaded / STAGES & 1;
-      mbarrier_wait(q_full, tiles_loaded & 1);
-      mbarrier_wait(k_full + 8 * stage, phase);
-      start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_rows, k_smem + stage * K_BYTES);
-      wgmma_wait_group<0>();
-      register_fence(s);
-      if (lane_id == 0) mbarrier_arrive(k_empty + 8 * stage);
-      if (!tile_is_unmasked<FEATURES>(band, t.q_start, t.q_start + BLOCK_M, t.k_start,
-                                      t.k_start + BLOCK_N)) {
-        hide<FEATURES>(s, score, band, first_row, t.k_start + first_col);
-      }
-      running_softmax(s, row_max, row_sum, rescale, to_log2);
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
-
-      // 4 (consumers). Walk over the key/value tiles
-      for (int k_start = t.k_start + BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) {
-        int last_stage = stage, last_phase = phase;
-        ++loaded;
-        stage = loaded % STAGES, phase = loaded / STAGES & 1;
-
-        // 4b (consumers). s = q k^T, masked: of this tile, and acc += p v of the one before
-        mbarrier_wait(k_full + 8 * stage, phase);
-        bar_sync(1 + consumer, 128 * CONSUMERS);  // our turn
-        start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_rows, k_smem + stage * K_BYTES);
-        mbarrier_wait(v_full + 8 * last_stage, last_phase);
-        start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + last_stage * V_BYTES);
-        for (int i = 1; i < CONSUMERS; ++i) {
-          bar_arrive(1 + (consumer + i) % CONSUMERS, 128 * CONSUMERS);
-        }
-        wgmma_wait_group<1>();
-        register_fence(s);
-        if (lane_id == 0) mbarrier_arrive(k_empty + 8 * stage);
-        if (!tile_is_unmasked<FEATURES>(band, t.q_start, t.q_start + BLOCK_M, k_start,
-                                        k_start + BLOCK_N)) {
-          hide<FEATURES>(s, score, band, first_row, k_start + first_col);
-        }
-
-        // 4c (consumers). Rescale what we have to the new maximum: once p v is there
-        running_softmax(s, row_max, row_sum, rescale, to_log2);
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-          register_fence(acc[part]);
-#pragma unroll
-          for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
-        }
-        if (lane_id == 0) mbarrier_arrive(v_empty + 8 * last_stage);
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
-      }
-      if (lane_id == 0) mbarrier_arrive(q_empty);
-      ++tiles_loaded;
-      ++loaded;
-
-      // 4d (consumers). acc += p v: of the last tile
-      mbarrier_wait(v_full + 8 * stage, phase);
-      start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
-      wgmma_wait_group<0>();
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
-      if (lane_id == 0) mbarrier_arrive(v_empty + 8 * stage);
-    }
-
+  auto store = [&](const QueryTile& t, float (&acc)[PARTS][DIMS / 2], const float (&row_max)[2],
+                   const float (&row_sum)[2]) {
     // 5. Normalise and store
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = warp_sum<4>(row_sum[half]);
       inverse[half] = sum == 0 ? 0.0f : 1 / sum;  // a row that sees no key gives 0
-      int row = first_row + 8 * half;
+      int row = t.q_start + first_row + 8 * half;
       if (row < seqlen_q && first_col == 0) {
         lse[(t.batch_index * heads_q + t.head) * seqlen_q + row] =
             (row_max[half] + lg2_approx(sum)) * LN2;
@@ -360,6 +310,110 @@ __global__ void __launch_bounds__(THREADS, 1)
       store_rows(out + offset_of(out_strides, t.batch_index, t.head, row) + part * DIMS,
                  out_strides.row, acc[part], inverse, int(seqlen_q) - row,
                  int(head_dim_v) - part * DIMS);
+#pragma unroll
+      for (int i = 0; i < DIMS / 2; ++i) acc[part][i] = 0;
     }
+  };
+
+  // 3. Start the running softmax
+  float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
+  float s[BLOCK_N / 2];
+  uint32 p[BLOCK_N / 4];  // of the key tile before, until it is multiplied by its V
+  int k_start = t.k_start;
+  auto scores_are_there = [&]() {
+    register_fence(s);
+    if (lane_id == 0) {
+      mbarrier_arrive(k_empty + 8 * (loaded % STAGES));
+      if (k_start + BLOCK_N >= t.k_end) mbarrier_arrive(q_empty + 8 * (tiles_loaded % Q_STAGES));
+    }
+    if (!tile_is_unmasked<FEATURES>(t.band, t.q_start, t.q_start + BLOCK_M, k_start,
+                                    k_start + BLOCK_N)) {
+      hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
+    }
+  };
+  auto round_scores = [&]() {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
+  };
+  bool any = tile < tiles;
+  if (any) {
+    mbarrier_wait(q_full, 0);
+    mbarrier_wait(k_full, 0);
+    start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_smem + consumer * (64 * 128), k_smem);
+    wgmma_wait_group<0>();
+    scores_are_there();
+    running_softmax(s, row_max, row_sum, rescale, to_log2);
+    round_scores();
+  }
+
+  // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+  QueryTile before = t;
+  auto step = [&](bool new_tile) __attribute__((always_inline)) {
+    uint32 v_stage = loaded % STAGES, v_phase = loaded / STAGES & 1;
+    ++loaded;
+    uint32 stage = loaded % STAGES;
+
+    // 4b (consumers). s = q k^T, masked; meanwhile acc += p v of the key tile before
+    mbarrier_wait(k_full + 8 * stage, loaded / STAGES & 1);
+    bar_sync(1 + consumer, 128 * CONSUMERS);  // our turn
+    start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(
+        s, q_smem + tiles_loaded % Q_STAGES * Q_BYTES + consumer * (64 * 128),
+        k_smem + stage * K_BYTES);
+    mbarrier_wait(v_full + 8 * v_stage, v_phase);
+    start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + v_stage * V_BYTES);
+    for (int i = 1; i < CONSUMERS; ++i) {
+      bar_arrive(1 + (consumer + i) % CONSUMERS, 128 * CONSUMERS);
+    }
+    wgmma_wait_group<1>();
+    scores_are_there();
+
+    // 4c (consumers). Rescale what we have to the new maximum
+    float done_max[2] = {row_max[0], row_max[1]}, done_sum[2] = {row_sum[0], row_sum[1]};
+    if (new_tile) {
+      row_max[0] = row_max[1] = -INF, row_sum[0] = row_sum[1] = 0;
+    }
+    running_softmax(s, row_max, row_sum, rescale, to_log2);
+
+    // 4d (consumers). acc += p v: it is there
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+    if (lane_id == 0) mbarrier_arrive(v_empty + 8 * v_stage);
+    if (new_tile) {
+      store(before, acc, done_max, done_sum);
+      before = t;
+    } else {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+        for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
+      }
+    }
+    round_scores();
+  };
+  while (any) {
+    for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);
+    tile += gridDim.x;
+    t = next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+    if (tile >= tiles) break;
+    k_start = t.k_start;
+    ++tiles_loaded;
+    mbarrier_wait(q_full + 8 * (tiles_loaded % Q_STAGES), tiles_loaded / Q_STAGES & 1);
+    step(true);
+  }
+  if (any) {
+    uint32 stage = loaded % STAGES;
+    mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);
+    start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+    store(before, acc, row_max, row_sum);
+  }
+  // What next_tile has passed over: query tiles that see no key.
+  for (tile = blockIdx.x; FEATURES & RANGE && tile < tiles; tile += gridDim.x) {
+    t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+    row_max[0] = row_max[1] = -INF, row_sum[0] = row_sum[1] = 0;
+    if (t.k_start >= t.k_end) store(t, acc, row_max, row_sum);
   }
 }

@@ -270,17 +270,18 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
     )
-    tile, stages = FLASH_WGMMA_TILES[max(dims)], 2
+    tile = FLASH_WGMMA_TILES[max(dims)]
+    q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
-        ("STAGES", stages), ("THREADS", tile.threads),
+        ("Q_STAGES", q_stages), ("STAGES", stages), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry(
         "attention_flash_wgmma_fwd", "attention_flash_wgmma_fwd", constants, FLASH_WGMMA_FWD
     )
-    shared_memory = 2 * (tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
-    barriers = 2 + 4 * stages
+    shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
+    barriers = 2 * q_stages + 4 * stages
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 1024 + shared_memory + 8 * barriers,
