@@ -44,22 +44,6 @@ __device__ __forceinline__ QueryTile query_tile(uint32 tile,
   return t;
 }
 
-// The first query tile from `tile` on, in steps of the grid, that sees a key; `tile` becomes it.
-template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
-__device__ __forceinline__ QueryTile next_tile(uint32& tile,
-                                               uint32 tiles,
-                                               const ScoreParams<Acc>& score,
-                                               int64 heads_q,
-                                               int64 seqlen_q,
-                                               int64 seqlen_k) {
-  QueryTile t = {};
-  for (; tile < tiles; tile += gridDim.x) {
-    t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
-    if (t.k_start < t.k_end) break;
-  }
-  return t;
-}
-
 // Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
 template <int ROWS, int COLS>
 __device__ __forceinline__ void load_tile(uint32 tile,
@@ -226,7 +210,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int V_BYTES = BLOCK_N * HEAD_DIM_V * 2;
 
   extern __shared__ uint4 shared[];
-  uint32 q_smem = cdiv(shared_address(shared), 1024u) * 1024;
+  QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared);
+  uint32 q_smem = cdiv(shared_address(tile_smem + Q_STAGES), 1024u) * 1024;
   uint32 k_smem = q_smem + Q_STAGES * Q_BYTES;
   uint32 v_smem = k_smem + STAGES * K_BYTES;
   uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES;
@@ -248,21 +233,23 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   // 1. Which rows are ours
-  uint32 tiles = uint32(batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M))), tile = blockIdx.x;
-  QueryTile t =
-      next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+  uint32 tiles = uint32(batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M)));
   uint32 loaded = 0, tiles_loaded = 0;  // K tiles and Q tiles so far: they tell stage and phase
 
   if (threadIdx.x < 128) {
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
-    while (tile < tiles) {
+    for (uint32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      QueryTile t =
+          query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+      if (t.k_start >= t.k_end) continue;
       // 2 (producer). Load the Q tile
       uint32 slot = tiles_loaded % Q_STAGES;
       mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
+      ++tiles_loaded;
+      tile_smem[slot] = t;  // which spares the consumers the divisions
       load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * Q_BYTES, q_map, q_full + 8 * slot, t.q_start,
                                    t.head, t.batch_index);
-      ++tiles_loaded;
 
       // 4 (producer). Walk over the key/value tiles
       int head_kv = uint32(t.head) / (uint32(heads_q) / uint32(heads_kv));
@@ -276,9 +263,11 @@ __global__ void __launch_bounds__(THREADS, 1)
         load_tile<BLOCK_N, HEAD_DIM_V>(v_smem + stage * V_BYTES, v_map, v_full + 8 * stage, k_start,
                                        head_kv, t.batch_index);
       }
-      tile += gridDim.x;
-      t = next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
     }
+    uint32 slot = tiles_loaded % Q_STAGES;
+    mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
+    tile_smem[slot] = {};  // no key: the end
+    mbarrier_arrive(q_full + 8 * slot);
     return;
   }
 
@@ -297,7 +286,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = warp_sum<4>(row_sum[half]);
-      inverse[half] = sum == 0 ? 0.0f : 1 / sum;  // a row that sees no key gives 0
+      inverse[half] = sum == 0 ? 0.0f : rcp_approx(sum);  // a row that sees no key gives 0
       int row = t.q_start + first_row + 8 * half;
       if (row < seqlen_q && first_col == 0) {
         lse[(t.batch_index * heads_q + t.head) * seqlen_q + row] =
@@ -319,6 +308,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
   float s[BLOCK_N / 2];
   uint32 p[BLOCK_N / 4];  // of the key tile before, until it is multiplied by its V
+  mbarrier_wait(q_full, 0);
+  QueryTile t = tile_smem[0];
   int k_start = t.k_start;
   auto scores_are_there = [&]() {
     register_fence(s);
@@ -335,9 +326,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
   };
-  bool any = tile < tiles;
+  bool any = k_start < t.k_end;
   if (any) {
-    mbarrier_wait(q_full, 0);
     mbarrier_wait(k_full, 0);
     start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_smem + consumer * (64 * 128), k_smem);
     wgmma_wait_group<0>();
@@ -393,12 +383,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   };
   while (any) {
     for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);
-    tile += gridDim.x;
-    t = next_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
-    if (tile >= tiles) break;
-    k_start = t.k_start;
     ++tiles_loaded;
     mbarrier_wait(q_full + 8 * (tiles_loaded % Q_STAGES), tiles_loaded / Q_STAGES & 1);
+    t = tile_smem[tiles_loaded % Q_STAGES];
+    k_start = t.k_start;
+    if (k_start >= t.k_end) break;
     step(true);
   }
   if (any) {
@@ -410,8 +399,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
     store(before, acc, row_max, row_sum);
   }
-  // What next_tile has passed over: query tiles that see no key.
-  for (tile = blockIdx.x; FEATURES & RANGE && tile < tiles; tile += gridDim.x) {
+  // What the producer has passed over: query tiles that see no key.
+  for (uint32 tile = blockIdx.x; FEATURES & RANGE && tile < tiles; tile += gridDim.x) {
     t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
     row_max[0] = row_max[1] = -INF, row_sum[0] = row_sum[1] = 0;
     if (t.k_start >= t.k_end) store(t, acc, row_max, row_sum);

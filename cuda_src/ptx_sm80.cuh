@@ -138,6 +138,13 @@ __device__ __forceinline__ float lg2_approx(float x) {
   return y;
 }
 
+// 1 / x, right to a unit in the last place.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Adds x to four floats in global memory, in one access from sm_90 on; the address must be a
 // multiple of 16. Each addition is atomic.
 __device__ __forceinline__ void red_add_x4(float* target, const float (&x)[4]) {

@@ -284,7 +284,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     barriers = 2 * q_stages + 4 * stages
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     launch = Launch(
-        entry, min(tiles, MULTIPROCESSORS), tile.threads, 1024 + shared_memory + 8 * barriers,
+        entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
