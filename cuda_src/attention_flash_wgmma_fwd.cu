@@ -31,13 +31,14 @@ __device__ __forceinline__ QueryTile query_tile(uint32 tile,
                                                 const ScoreParams<Acc>& score,
                                                 int64 heads_q,
                                                 int64 seqlen_q,
-                                                int64 seqlen_k) {
-  uint32 tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M)), heads_total = tiles / tiles_q;
-  uint32 head = tile % heads_total;  // of all batches
+                                                int64 seqlen_k,
+                                                int64 heads_at_a_time) {
+  uint32 tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M));
+  HeadTile at = head_tile(tile, tiles_q, tiles / tiles_q, uint32(heads_at_a_time));
   QueryTile t;
-  t.batch_index = head / uint32(heads_q);
-  t.head = head % uint32(heads_q);
-  t.q_start = (tiles_q - 1 - tile / heads_total) * BLOCK_M;
+  t.batch_index = at.head / uint32(heads_q);
+  t.head = at.head % uint32(heads_q);
+  t.q_start = (tiles_q - 1 - at.tile) * BLOCK_M;
   t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
   t.k_start = first_key<FEATURES>(t.band, t.q_start) / BLOCK_N * BLOCK_N;
   t.k_end = last_key<FEATURES>(t.band, t.q_start + BLOCK_M);
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                               int64 seqlen_k,
                               int64 head_dim,
                               int64 head_dim_v,
-                              ScoreParams<acc_t<T>> score) {
+                              ScoreParams<acc_t<T>> score,
+                              int64 heads_at_a_time) {
   constexpr int CONSUMERS = THREADS / 128 - 1;
   constexpr int DIMS = HEAD_DIM_V < 128 ? HEAD_DIM_V : 128;  // of one product with V
   constexpr int PARTS = HEAD_DIM_V / DIMS;
@@ -240,8 +242,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
     for (uint32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      QueryTile t =
-          query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+      QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q,
+                                                           seqlen_k, heads_at_a_time);
       if (t.k_start >= t.k_end) continue;
       // 2 (producer). Load the Q tile
       uint32 slot = tiles_loaded % Q_STAGES;
@@ -401,7 +403,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
   // What the producer has passed over: query tiles that see no key.
   for (uint32 tile = blockIdx.x; FEATURES & RANGE && tile < tiles; tile += gridDim.x) {
-    t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k);
+    t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k,
+                                               heads_at_a_time);
     row_max[0] = row_max[1] = -INF, row_sum[0] = row_sum[1] = 0;
     if (t.k_start >= t.k_end) store(t, acc, row_max, row_sum);
   }

@@ -63,6 +63,24 @@ __host__ __device__ constexpr I cdiv(I a, I b) {
   return (a + b - 1) / b;
 }
 
+// A head (of all batches) and a tile of it.
+struct HeadTile {
+  uint32 head, tile;
+};
+
+// Blocks go through `at_a_time` heads tile by tile, the same tile of all of these heads after each
+// other, and then on to the next heads: so what the blocks of a moment read is little enough to stay
+// in the L2 cache.
+__device__ __forceinline__ HeadTile head_tile(uint32 index,
+                                              uint32 tiles,
+                                              uint32 heads_total,
+                                              uint32 at_a_time) {
+  uint32 first_head = index / (at_a_time * tiles) * at_a_time;
+  uint32 heads = min(at_a_time, heads_total - first_head);
+  uint32 rest = index - first_head * tiles;
+  return {first_head + rest % heads, rest / heads};
+}
+
 // exp(x) by the hardware's exp2, right to two units in the last place; below 2^-126 it is 0.
 __device__ __forceinline__ float exp_of(float x) {
   float y;

@@ -29,10 +29,10 @@ SIZES = (
 )
 
 
-def _signature(arrays: str, strided: str) -> Signature:
-    """Pointers, then the strides of those that have any, then the sizes and the score."""
+def _signature(arrays: str, strided: str, *more: str) -> Signature:
+    """Pointers, then the strides of those that have any, then the sizes, the score and the rest."""
     strides = "".join(f"Strides {name}_strides, " for name in strided.split())
-    return Signature(f"{arrays}, {strides}{SIZES}")
+    return Signature(", ".join((f"{arrays}, {strides}{SIZES}", *more)))
 
 
 VECTOR_ADD = Signature("T* a, T* b, T* out, int64 size")
@@ -60,8 +60,9 @@ FLASH_MMA_FWD = _signature(
     "T* q, T* k, T* v, T* out, Acc* lse, Acc* out_parts, Acc* lse_parts", "q k v out"
 )
 FLASH_WGMMA_FWD = _signature(
-    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse", "out"
-)
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse", "out",
+    "int64 heads_at_a_time",
+)  # fmt: skip
 FLASH_MMA_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
     "dout q k v dk dv",
@@ -285,12 +286,26 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
+        values=(("heads_at_a_time", _heads_at_a_time(problem)),),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
         ),
     )  # fmt: skip
     return Work((launch,))
+
+
+def _heads_at_a_time(problem: Problem) -> int:
+    """How many heads blocks should go through at a time: those whose K and V fit in the L2 cache.
+
+    One, if all tiles take equally long; else as many as let the long ones come first.
+    """
+    if not problem.has_range:
+        return 1
+    group = problem.heads_q // max(1, problem.heads_kv)
+    size = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
+    fitting = L2_CACHE // max(1, problem.seqlen_k * size) * group
+    return max(1, min(problem.batch * problem.heads_q, max(32, fitting)))
 
 
 def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, Any]:
@@ -524,6 +539,7 @@ FLASH_MMA_TILES = {
 # Padded head_dim -> tiles; a warpgroup of producers and one of consumers for each 64 rows.
 FLASH_WGMMA_TILES = {64: Tile(192, 128, 512), 128: Tile(128, 128, 384), 256: Tile(128, 64, 384)}
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
+L2_CACHE = 2**25  # bytes that K and V may take of it, on a large GPU
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
 SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
 # Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under
