@@ -252,7 +252,12 @@ def attention_flash_mma_bwd(
                 across_chunk,
             )
             unmasked = tile_is_unmasked(
-                FEATURES, band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N
+                FEATURES,
+                band,
+                q_start,
+                int32(q_start + BLOCK_M),
+                k_start,
+                int32(k_start + BLOCK_N),
             )
             row_lse = advance(
                 reinterpret(float32, advance(smem, LSE_SMEM + buffer * BUFFER)), first_row

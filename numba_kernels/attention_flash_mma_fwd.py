@@ -186,7 +186,12 @@ def attention_flash_mma_fwd(
                         s[m, n, i] = 0
             multiply_qk(s, q_rows, down_chunk, k_rows, across_chunk)
             unmasked = tile_is_unmasked(
-                FEATURES, band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N
+                FEATURES,
+                band,
+                q_start,
+                int32(q_start + BLOCK_M),
+                k_start,
+                int32(k_start + BLOCK_N),
             )
             if SCALED or negative:
                 for m in range(M):

@@ -119,16 +119,17 @@ def load_tile(ROWS, COLS, THREADS):
 
     @cuda.jit(device=True, forceinline=True)
     def function(tile, source, row_stride, rows, cols):
-        row = int32(div(cuda.threadIdx.x, LANES))
+        rows, cols = int32(rows), int32(cols)
+        row = uint32(div(cuda.threadIdx.x, LANES))
+        place = uint32(tile + row * ROW)
         source = advance(source, row * row_stride)
         for r in range(STEPS):
-            at = int32(row + r * STEP)
-            if ROWS % STEP == 0 or at < ROWS:
+            if ROWS % STEP == 0 or row + r * STEP < ROWS:
                 for c in range(PASSES):
-                    chunk = int32(rem(cuda.threadIdx.x, LANES) + c * LANES)
-                    wanted = int32(max(int32(0), min(int32(16), int32(2 * cols - 16 * chunk))))
-                    existing = wanted if at < rows else int32(0)
-                    to = tile + at * ROW + (chunk ^ at & 7) * 16
+                    chunk = uint32(rem(cuda.threadIdx.x, LANES) + c * LANES)
+                    wanted = max(int32(0), min(int32(16), int32(2 * cols - 16 * chunk)))
+                    existing = wanted if int32(row + r * STEP) < rows else int32(0)
+                    to = place + r * STEP * ROW + (chunk ^ row + r * STEP & 7) * 16
                     copy(to, advance(source, 8 * chunk), existing)
             source = advance(source, STEP * row_stride)
 
