@@ -2,7 +2,7 @@
 
   dq = scale * dq_acc
 
-dq_acc holds accumulators of 16 x 8 (ptx_sm80.py, mma_m16n8k16), four floats of each lane after
+dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
 each other: so every addition to it was one access, and the lanes' accesses lay side by side.
 
 Work split:    a thread takes two rows, 8 apart, of an accumulator: 16 floats after each other

@@ -367,8 +367,6 @@ def attention_flash_mma_bwd(
         dk_to = advance(dk, offset_of(dk_strides, batch_index, head_kv, k_start))
         store_dk(dk_to, smem, dk_strides.row, rows, head_dim, cuda.threadIdx.x)
         dv_to = advance(dv, offset_of(dv_strides, batch_index, head_kv, k_start))
-        store_dv(
-            dv_to, advance(smem, V_SMEM), dv_strides.row, rows, head_dim_v, cuda.threadIdx.x
-        )
+        store_dv(dv_to, advance(smem, V_SMEM), dv_strides.row, rows, head_dim_v, cuda.threadIdx.x)
 
     return kernel

@@ -2,7 +2,7 @@
 
   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 
-As attention_flash_simt_fwd, with the products on tensor cores (fragments.py). A warp has whole
+As attention_flash_simt_fwd, with the products on tensor cores (fragments.cuh). A warp has whole
 rows of the scores, and p goes from the accumulators of one product to the operand of the next
 without leaving its registers. The softmax is taken to base 2 with the scale in its exponent: one
 multiply-add and one exp2 an element. With SPLIT the keys of a row are shared by several blocks,
@@ -66,12 +66,8 @@ from .scores import (
 SMALLEST = 1.1754944e-38  # normal float
 
 
-def attention_flash_mma_fwd(
-    T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES, SPLIT, THREADS
-):
-    float32, int32, int64, uint8, uint32 = (
-        types.float32, types.int32, types.int64, types.uint8, types.uint32,
-    )  # fmt: skip
+def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES, SPLIT, THREADS):
+    float32, int32, uint8, uint32 = types.float32, types.int32, types.uint8, types.uint32
     M = BLOCK_M // 16 // (THREADS // 32)  # accumulators of 16 x 8 a warp, downwards
     KEYS, DIMS = BLOCK_N // 8, HEAD_DIM_V // 8  # and across
     Q_DIM = max(HEAD_DIM, HEAD_DIM_V)
@@ -160,8 +156,9 @@ def attention_flash_mma_fwd(
             for n in range(DIMS):
                 for i in range(4):
                     acc[m, n, i] = 0
-        # s * to_log2 is the exponent of two. The largest s is to be the largest score, so a negative
-        # scale changes the sign of s; and 0 times -inf would be NaN, so a scale of 0 is a tiny one.
+        # s * to_log2 is the exponent of two. The largest s is to be the largest score, so a
+        # negative scale changes the sign of s; and 0 times -inf would be NaN, so a scale of 0 is a
+        # tiny one.
         negative = not SCALED and score.scale < 0
         to_log2 = float32(LOG2E)
         if not SCALED:
@@ -217,7 +214,8 @@ def attention_flash_mma_fwd(
                 for half in range(2):
                     tile_max = float32(-INF)
                     for n in range(KEYS):
-                        tile_max = max(tile_max, max(s[m, n, 2 * half], s[m, n, 2 * half + 1]))
+                        pair_max = max(s[m, n, 2 * half], s[m, n, 2 * half + 1])
+                        tile_max = max(tile_max, pair_max)
                     new_max = max(row_max[m, half], warp_max(tile_max, 4) * to_log2)
                     subtrahend = finite_or_zero(new_max)
                     rescale = ex2_approx(row_max[m, half] - subtrahend)
