@@ -21,7 +21,7 @@ Launched by:   workbench/launchers.py, attention_flash_mma
 from numba import cuda
 from numba.cuda import types
 
-from .common import LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
+from .common import INF, LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
 from .fragments import (
     ACROSS_FIRST,
     DOWN_FIRST,
@@ -266,17 +266,31 @@ def attention_flash_mma_bwd(
                 for n in range(N):
                     for i in range(4):
                         subtrahend = finite_or_zero(row_lse[m * 16 + (i >> 1) * 8]) * float32(LOG2E)
-                        row = int32(q_start + first_row + m * 16 + (i >> 1) * 8)
-                        col = int32(k_start + first_col + accumulator_col(S_BESIDE, n) + (i & 1))
                         x = p[m, n, i]
                         if SCALED:
                             x = capped_score(FEATURES, score, x)
                             # The slope of the cap: 1, in no register, without.
                             slope[m, n, i] = uncapped_gradient(FEATURES, score, float32(1), x)
-                        seen = unmasked or sees(FEATURES, score, band, batch_index, head, row, col)
-                        if FEATURES & BIAS and seen:
-                            x = biased_score(FEATURES, score, x, batch_index, head, row, col)
-                        p[m, n, i] = ex2_approx(x * to_log2 - subtrahend) if seen else float32(0)
+                        if FEATURES & BIAS:
+                            row = int32(q_start + first_row + m * 16 + (i >> 1) * 8)
+                            col = int32(
+                                k_start + first_col + accumulator_col(S_BESIDE, n) + (i & 1)
+                            )
+                            if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
+                                x = biased_score(FEATURES, score, x, batch_index, head, row, col)
+                            else:
+                                x = float32(-INF)
+                        p[m, n, i] = ex2_approx(x * to_log2 - subtrahend)
+            if not FEATURES & BIAS and not unmasked:  # a loop of its own: most tiles go past it
+                for m in range(M):
+                    for n in range(N):
+                        for i in range(4):
+                            row = int32(q_start + first_row + m * 16 + (i >> 1) * 8)
+                            col = int32(
+                                k_start + first_col + accumulator_col(S_BESIDE, n) + (i & 1)
+                            )
+                            if not sees(FEATURES, score, band, batch_index, head, row, col):
+                                p[m, n, i] = 0
             store_scores(advance(smem, P_SMEM + first_row * P_ROW), first_col, p, float32(1))
 
             # 4d. ds = p * (dout v^T - delta)
