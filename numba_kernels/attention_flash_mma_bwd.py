@@ -153,18 +153,18 @@ def attention_flash_mma_bwd(
         k_smem = shared_address(shared, 0)
 
         # 1. Which key rows are ours
-        ticket = int32(cuda.blockIdx.x)
+        ticket = uint32(cuda.blockIdx.x)
         if DETERMINISTIC:
             ticket_smem = reinterpret(int32, shared)
             if cuda.threadIdx.x == 0:
                 ticket_smem[0] = atom_inc(turns)
             cuda.syncthreads()
-            ticket = ticket_smem[0]
+            ticket = uint32(ticket_smem[0])
             cuda.syncthreads()  # K is about to be loaded there
-        heads_total = batch * heads_kv
-        heads_each = int32(div(heads_q, heads_kv))
-        batch_index = int32(div(rem(ticket, heads_total), heads_kv))
-        head_kv = int32(rem(ticket, heads_kv))
+        heads_total, heads_kv = uint32(batch * heads_kv), uint32(heads_kv)
+        heads_each = int32(div(uint32(heads_q), heads_kv))
+        batch_index = uint32(div(rem(ticket, heads_total), heads_kv))
+        head_kv = uint32(rem(ticket, heads_kv))
         k_tile = int32(div(ticket, heads_total))
         k_start = int32(k_tile * BLOCK_N)
 
@@ -175,7 +175,7 @@ def attention_flash_mma_bwd(
         tile_first = int32(div(q_first, BLOCK_M))
         tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
         steps = int32(heads_each * (tile_end - tile_first))
-        head = int32(head_kv * heads_each)
+        head = uint32(head_kv * heads_each)
         q_tile = int32(tile_end - 1)  # last to first, then on to the next head
 
         # 2. Load the K and V tiles
@@ -196,11 +196,9 @@ def attention_flash_mma_bwd(
                 i = int32(cuda.threadIdx.x + j * THREADS)
                 if i < 2 * BLOCK_M:
                     row = int32(rem(i, BLOCK_M))
-                    source = advance(
-                        lse if i < BLOCK_M else delta, (batch_index * heads_q + head) * seqlen_q
-                    )
-                    existing = 4 if row < rows else 0
-                    load_float(from_k + LSE_SMEM + i * 4, advance(source, q_start + row), existing)
+                    offset = uint32(batch_index * heads_q + head) * seqlen_q + q_start + row
+                    source = advance(lse if i < BLOCK_M else delta, offset)
+                    load_float(from_k + LSE_SMEM + i * 4, source, 4 if row < rows else 0)
 
         if steps > 0:
             load_queries(0, head, q_tile)
@@ -231,11 +229,12 @@ def attention_flash_mma_bwd(
             if DETERMINISTIC and cuda.threadIdx.x == 0 and turn_taken > 0:
                 # Everybody has added to the last dq.
                 st_release(advance(turns, turn_taken), turn + 1)
+            query_tile = int32(uint32(batch_index * heads_q + head) * tiles_q + q_tile)
             same_head = q_tile > tile_first
-            next_tile = int32(q_tile - 1 if same_head else tile_end - 1)
-            next_head = int32(head if same_head else head + 1)
+            q_tile = int32(q_tile - 1 if same_head else tile_end - 1)
+            head = uint32(head if same_head else head + 1)
             if steps > 1:
-                load_queries(buffer ^ 1, next_head, next_tile)
+                load_queries(buffer ^ 1, head, q_tile)
 
             # 4b. p = exp(s - lse)
             for m in range(M):
@@ -345,7 +344,6 @@ def attention_flash_mma_bwd(
                 lane_rows(DOWN_FIRST, HEAD_DIM, k_smem, 0),
                 lane_chunk(DOWN_FIRST, share_warp_col(SHARE_Q)),
             )
-            query_tile = int32((batch_index * int32(heads_q) + head) * tiles_q + q_tile)
             if DETERMINISTIC:
                 turn = int32(k_tile - div(first_key(FEATURES, band, q_start), BLOCK_N))
                 turn_taken = int32(1 + query_tile)
@@ -362,8 +360,6 @@ def attention_flash_mma_bwd(
                     row = share_warp_row(SHARE_Q) + m * 16
                     to = advance(total, row * HEAD_DIM + col * 16)
                     red_add_x4(to, dq_part, (m * Q_N + n) * 4)
-            q_tile = next_tile
-            head = next_head
             steps = int32(steps - 1)
             buffer = uint32(buffer ^ 1)
         cp_async_wait_all()

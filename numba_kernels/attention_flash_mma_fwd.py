@@ -120,13 +120,13 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         v_smem = uint32(q_smem + V_SMEM)
 
         # 1. Which rows are ours
-        heads_total = batch * heads_q
-        tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
-        tile = int32(div(cuda.blockIdx.x, heads_total))
-        split = int32(div(tile, tiles_q)) if SPLIT else int32(0)
-        batch_index = int32(div(rem(cuda.blockIdx.x, heads_total), heads_q))
-        head = int32(rem(cuda.blockIdx.x, heads_q))
-        head_kv = int32(div(head, div(heads_q, heads_kv)))
+        heads_total, tiles_q = uint32(batch * heads_q), int32(cdiv(seqlen_q, BLOCK_M))
+        block = uint32(cuda.blockIdx.x)
+        tile = int32(div(block, heads_total))
+        split = uint32(div(tile, tiles_q)) if SPLIT else uint32(0)
+        batch_index = uint32(div(rem(block, heads_total), uint32(heads_q)))
+        head = uint32(rem(block, uint32(heads_q)))
+        head_kv = uint32(div(head, div(uint32(heads_q), uint32(heads_kv))))
         tile_of_split = rem(tile, tiles_q) if SPLIT else tile
         q_start = int32((tiles_q - 1 - tile_of_split) * BLOCK_M)
         warp_id, lane_id = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31

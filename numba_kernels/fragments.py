@@ -48,6 +48,12 @@ def warps_down(ROWS, COLS, WARPS):
     return down
 
 
+# An index without a sign stays one of 32 bits when it is divided.
+@cuda.jit(device=True, forceinline=True)
+def thread():
+    return uint32(cuda.threadIdx.x)
+
+
 # A warp's share of such a product: M x N accumulators of 16 x 8.
 Share = namedtuple("Share", "BELOW BESIDE M N")
 
@@ -61,23 +67,23 @@ def share(ROWS, COLS, WARPS):
 # The first row of this warp, and the first row of this lane's accumulators.
 @cuda.jit(device=True, forceinline=True)
 def share_warp_row(SHARE):
-    return uint32(div(cuda.threadIdx.x >> 5, SHARE.BESIDE) * (16 * SHARE.M))
+    return uint32(div(thread() >> 5, SHARE.BESIDE) * (16 * SHARE.M))
 
 
 @cuda.jit(device=True, forceinline=True)
 def share_first_row(SHARE):
-    return uint32(share_warp_row(SHARE) + ((cuda.threadIdx.x & 31) >> 2))
+    return uint32(share_warp_row(SHARE) + (thread() >> 2 & 7))
 
 
 # The same of columns; accumulator n begins accumulator_col(BESIDE, n) further on.
 @cuda.jit(device=True, forceinline=True)
 def share_warp_col(SHARE):
-    return uint32(rem(cuda.threadIdx.x >> 5, SHARE.BESIDE) * 16)
+    return uint32(rem(thread() >> 5, SHARE.BESIDE) * 16)
 
 
 @cuda.jit(device=True, forceinline=True)
 def share_first_col(SHARE):
-    return uint32(share_warp_col(SHARE) + (cuda.threadIdx.x & 3) * 2)
+    return uint32(share_warp_col(SHARE) + (thread() & 3) * 2)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -92,7 +98,7 @@ DOWN_FIRST, ACROSS_FIRST = 0, 1
 
 @cuda.jit(device=True, forceinline=True)
 def lane_rows(ORDER, COLS, tile, row):
-    lane_id = cuda.threadIdx.x & 31
+    lane_id = thread() & 31
     if ORDER == DOWN_FIRST:
         lane_row = lane_id & 15
     else:
@@ -102,7 +108,7 @@ def lane_rows(ORDER, COLS, tile, row):
 
 @cuda.jit(device=True, forceinline=True)
 def lane_chunk(ORDER, col):
-    lane_id = cuda.threadIdx.x & 31
+    lane_id = thread() & 31
     half = lane_id >> 4 if ORDER == DOWN_FIRST else lane_id >> 3 & 1
     return uint32((half ^ lane_id & 7) * 16 ^ col * 2)
 
@@ -120,13 +126,13 @@ def load_tile(ROWS, COLS, THREADS):
     @cuda.jit(device=True, forceinline=True)
     def function(tile, source, row_stride, rows, cols):
         rows, cols = int32(rows), int32(cols)
-        row = uint32(div(cuda.threadIdx.x, LANES))
+        row = uint32(div(thread(), LANES))
         place = uint32(tile + row * ROW)
         source = advance(source, row * row_stride)
         for r in range(STEPS):
             if ROWS % STEP == 0 or row + r * STEP < ROWS:
                 for c in range(PASSES):
-                    chunk = uint32(rem(cuda.threadIdx.x, LANES) + c * LANES)
+                    chunk = uint32(rem(thread(), LANES) + c * LANES)
                     wanted = max(int32(0), min(int32(16), int32(2 * cols - 16 * chunk)))
                     existing = wanted if int32(row + r * STEP) < rows else int32(0)
                     to = place + r * STEP * ROW + (chunk ^ row + r * STEP & 7) * 16
@@ -173,7 +179,7 @@ def store_accumulators(T, COLS, BESIDE, M, N):
     @cuda.jit(device=True, forceinline=True)
     def function(rows, col, acc, factor):
         # Rows of a lane are 8 apart, so they all swizzle alike.
-        chunk = uint32((col >> 3 ^ (cuda.threadIdx.x & 31) >> 2) * 16 + (col & 7) * 2)
+        chunk = uint32((col >> 3 ^ (thread() & 31) >> 2) * 16 + (col & 7) * 2)
         for m in range(M):
             for n in range(N):
                 at = m * 16 * ROW + uint32(chunk ^ accumulator_col(BESIDE, n) * 2)
