@@ -174,8 +174,9 @@ def attention_flash_mma_bwd(
         tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
         tile_first = int32(div(q_first, BLOCK_M))
         tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
-        steps = int32(heads_each * (tile_end - tile_first))
         head = uint32(head_kv * heads_each)
+        head_end = uint32(head + heads_each)
+        more = tile_first < tile_end
         q_tile = int32(tile_end - 1)  # last to first, then on to the next head
 
         # 2. Load the K and V tiles
@@ -200,7 +201,7 @@ def attention_flash_mma_bwd(
                     source = advance(lse if i < BLOCK_M else delta, offset)
                     load_float(from_k + LSE_SMEM + i * 4, source, 4 if row < rows else 0)
 
-        if steps > 0:
+        if more:
             load_queries(0, head, q_tile)
 
         # 3. Start dk and dv
@@ -218,7 +219,7 @@ def attention_flash_mma_bwd(
         to_log2 = float32(LOG2E) if SCALED else float32(score.scale) * float32(LOG2E)
         down_chunk, across_chunk = lane_chunk(DOWN_FIRST, 0), lane_chunk(ACROSS_FIRST, 0)
         turn_taken, turn, buffer = int32(0), int32(0), uint32(0)
-        while steps > 0:
+        while more:
             q_start = int32(q_tile * BLOCK_M)
             q_smem = uint32(k_smem + Q_SMEM + buffer * BUFFER)
             dout_smem = uint32(k_smem + DOUT_SMEM + buffer * BUFFER)
@@ -233,7 +234,8 @@ def attention_flash_mma_bwd(
             same_head = q_tile > tile_first
             q_tile = int32(q_tile - 1 if same_head else tile_end - 1)
             head = uint32(head if same_head else head + 1)
-            if steps > 1:
+            more = head < head_end
+            if more:
                 load_queries(buffer ^ 1, head, q_tile)
 
             # 4b. p = exp(s - lse)
@@ -360,7 +362,6 @@ def attention_flash_mma_bwd(
                     row = share_warp_row(SHARE_Q) + m * 16
                     to = advance(total, row * HEAD_DIM + col * 16)
                     red_add_x4(to, dq_part, (m * Q_N + n) * 4)
-            steps = int32(steps - 1)
             buffer = uint32(buffer ^ 1)
         cp_async_wait_all()
         cuda.syncthreads()  # K and V are free
