@@ -26,8 +26,7 @@ from .fragments import (
     ACROSS_FIRST,
     DOWN_FIRST,
     accumulator_col,
-    lane_chunk,
-    lane_rows,
+    lane_address,
     load_tile,
     multiply_nn,
     multiply_nt,
@@ -148,7 +147,7 @@ def attention_flash_mma_bwd(
         ds = cuda.local.array(S_SHAPE, float32)
         dq_part = cuda.local.array(Q_SHAPE, float32)
 
-        shared = cuda.shared.array(0, uint32, 16)
+        shared = cuda.shared.array(0, uint32, 128)
         smem = reinterpret(uint8, shared)
         k_smem = shared_address(shared, 0)
 
@@ -199,7 +198,7 @@ def attention_flash_mma_bwd(
                     row = int32(rem(i, BLOCK_M))
                     offset = uint32(batch_index * heads_q + head) * seqlen_q + q_start + row
                     source = advance(lse if i < BLOCK_M else delta, offset)
-                    load_float(from_k + LSE_SMEM + i * 4, source, 4 if row < rows else 0)
+                    load_float(from_k + LSE_SMEM + i * 4, source, row < rows)
 
         if more:
             load_queries(0, head, q_tile)
@@ -217,10 +216,9 @@ def attention_flash_mma_bwd(
         # 4. Walk over the query tiles
         first_row, first_col = share_first_row(SHARE_S), share_first_col(SHARE_S)
         to_log2 = float32(LOG2E) if SCALED else float32(score.scale) * float32(LOG2E)
-        down_chunk, across_chunk = lane_chunk(DOWN_FIRST, 0), lane_chunk(ACROSS_FIRST, 0)
         turn_taken, turn, buffer = int32(0), int32(0), uint32(0)
         while more:
-            q_start = int32(q_tile * BLOCK_M)
+            q_start, this_head = int32(q_tile * BLOCK_M), head
             q_smem = uint32(k_smem + Q_SMEM + buffer * BUFFER)
             dout_smem = uint32(k_smem + DOUT_SMEM + buffer * BUFFER)
 
@@ -247,10 +245,8 @@ def attention_flash_mma_bwd(
             s_cols = share_warp_col(SHARE_S)
             multiply_qk(
                 p,
-                lane_rows(DOWN_FIRST, HEAD_DIM, q_smem, s_rows),
-                down_chunk,
-                lane_rows(ACROSS_FIRST, HEAD_DIM, k_smem, s_cols),
-                across_chunk,
+                lane_address(DOWN_FIRST, HEAD_DIM, q_smem, s_rows, 0),
+                lane_address(ACROSS_FIRST, HEAD_DIM, k_smem, s_cols, 0),
             )
             unmasked = tile_is_unmasked(
                 FEATURES,
@@ -277,8 +273,12 @@ def attention_flash_mma_bwd(
                             col = int32(
                                 k_start + first_col + accumulator_col(S_BESIDE, n) + (i & 1)
                             )
-                            if unmasked or sees(FEATURES, score, band, batch_index, head, row, col):
-                                x = biased_score(FEATURES, score, x, batch_index, head, row, col)
+                            if unmasked or sees(
+                                FEATURES, score, band, batch_index, this_head, row, col
+                            ):
+                                x = biased_score(
+                                    FEATURES, score, x, batch_index, this_head, row, col
+                                )
                             else:
                                 x = float32(-INF)
                         p[m, n, i] = ex2_approx(x * to_log2 - subtrahend)
@@ -290,7 +290,7 @@ def attention_flash_mma_bwd(
                             col = int32(
                                 k_start + first_col + accumulator_col(S_BESIDE, n) + (i & 1)
                             )
-                            if not sees(FEATURES, score, band, batch_index, head, row, col):
+                            if not sees(FEATURES, score, band, batch_index, this_head, row, col):
                                 p[m, n, i] = 0
             store_scores(advance(smem, P_SMEM + first_row * P_ROW), first_col, p, float32(1))
 
@@ -301,10 +301,8 @@ def attention_flash_mma_bwd(
                         ds[m, n, i] = 0  # dp, to begin with
             multiply_dout_v(
                 ds,
-                lane_rows(DOWN_FIRST, HEAD_DIM_V, dout_smem, s_rows),
-                down_chunk,
-                lane_rows(ACROSS_FIRST, HEAD_DIM_V, k_smem + V_SMEM, s_cols),
-                across_chunk,
+                lane_address(DOWN_FIRST, HEAD_DIM_V, dout_smem, s_rows, 0),
+                lane_address(ACROSS_FIRST, HEAD_DIM_V, k_smem + V_SMEM, s_cols, 0),
             )
             for m in range(M):
                 for n in range(N):
@@ -319,19 +317,15 @@ def attention_flash_mma_bwd(
             # 4c. dv += p^T dout
             multiply_p_dout(
                 dv_acc,
-                lane_rows(ACROSS_FIRST, BLOCK_N, k_smem + P_SMEM, 0),
-                lane_chunk(ACROSS_FIRST, share_warp_row(SHARE_V)),
-                lane_rows(DOWN_FIRST, HEAD_DIM_V, dout_smem, 0),
-                lane_chunk(DOWN_FIRST, share_warp_col(SHARE_V)),
+                lane_address(ACROSS_FIRST, BLOCK_N, k_smem + P_SMEM, 0, share_warp_row(SHARE_V)),
+                lane_address(DOWN_FIRST, HEAD_DIM_V, dout_smem, 0, share_warp_col(SHARE_V)),
             )
 
             # 4e. dk += ds^T q
             multiply_ds_q(
                 dk_acc,
-                lane_rows(ACROSS_FIRST, BLOCK_N, k_smem + DS_SMEM, 0),
-                lane_chunk(ACROSS_FIRST, share_warp_row(SHARE_K)),
-                lane_rows(DOWN_FIRST, HEAD_DIM, q_smem, 0),
-                lane_chunk(DOWN_FIRST, share_warp_col(SHARE_K)),
+                lane_address(ACROSS_FIRST, BLOCK_N, k_smem + DS_SMEM, 0, share_warp_row(SHARE_K)),
+                lane_address(DOWN_FIRST, HEAD_DIM, q_smem, 0, share_warp_col(SHARE_K)),
             )
 
             # 4f. dq += ds k
@@ -341,10 +335,8 @@ def attention_flash_mma_bwd(
                         dq_part[m, n, i] = 0
             multiply_ds_k(
                 dq_part,
-                lane_rows(DOWN_FIRST, BLOCK_N, k_smem + DS_SMEM, share_warp_row(SHARE_Q)),
-                down_chunk,
-                lane_rows(DOWN_FIRST, HEAD_DIM, k_smem, 0),
-                lane_chunk(DOWN_FIRST, share_warp_col(SHARE_Q)),
+                lane_address(DOWN_FIRST, BLOCK_N, k_smem + DS_SMEM, share_warp_row(SHARE_Q), 0),
+                lane_address(DOWN_FIRST, HEAD_DIM, k_smem, 0, share_warp_col(SHARE_Q)),
             )
             if DETERMINISTIC:
                 turn = int32(k_tile - div(first_key(FEATURES, band, q_start), BLOCK_N))

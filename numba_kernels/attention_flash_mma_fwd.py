@@ -11,7 +11,7 @@ each with a partial result that attention_merge puts together: for few queries a
 Work split:    a block owns BLOCK_M query rows of one head (SPLIT: and a share of the keys), each
                warp BLOCK_M / warps of the rows: 16 or 32
 Shared memory: the Q, K and V tiles; one buffer each is enough, as K is loaded while p v runs and
-               V while q k^T does. In the end Q holds the output, so that whole rows are stored
+               V while q k^T does. In the end Q holds the output, to be stored by whole rows
 Registers:     the scores and the output of the warp's rows, as accumulators of 16 x 8
 Twin:          cuda_src/attention_flash_mma_fwd.cu
 Launched by:   workbench/launchers.py, attention_flash_mma
@@ -39,17 +39,18 @@ from .common import (
 from .fragments import (
     ACROSS_FIRST,
     DOWN_FIRST,
-    lane_chunk,
-    lane_rows,
+    fresh,
+    lane_address,
     load_tile,
-    multiply_accumulators_n,
     multiply_nt,
+    multiply_rn,
+    negate_copied,
     row_bytes,
     store_accumulators,
     store_tile,
     tile_bytes,
 )
-from .ptx_sm80 import cp_async_wait_all, ex2_approx, lg2_approx, shared_address
+from .ptx_sm80 import cp_async_wait_all, cvt_rn_x2, ex2_approx, lg2_approx, shared_address
 from .scores import (
     BIAS,
     SOFTCAP,
@@ -73,6 +74,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
     Q_DIM = max(HEAD_DIM, HEAD_DIM_V)
     SCALED = FEATURES & (BIAS | SOFTCAP)  # before they are added up, not after
     ROWS, SCORES, OUTPUTS = (M, 2), (M, KEYS, 4), (M, DIMS, 4)
+    P_SHAPE = (KEYS // 2, M, 4)
 
     # Shared memory: where the K and V tiles begin, after Q.
     K_SMEM = tile_bytes(BLOCK_M, Q_DIM)
@@ -83,7 +85,9 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
     load_k = load_tile(BLOCK_N, HEAD_DIM, THREADS)
     load_v = load_tile(BLOCK_N, HEAD_DIM_V, THREADS)
     multiply_qk = multiply_nt(T, HEAD_DIM, HEAD_DIM, HEAD_DIM, 1, M, KEYS)
-    multiply_pv = multiply_accumulators_n(T, HEAD_DIM_V, M, DIMS, KEYS)
+    multiply_pv = multiply_rn(T, HEAD_DIM_V, KEYS // 2, M, DIMS)
+    negate_q = negate_copied(BLOCK_M, HEAD_DIM, THREADS)
+    pair = cvt_rn_x2(T)
     stage_out = store_accumulators(T, HEAD_DIM_V, 1, M, DIMS)
     store_out = store_tile(T, 16 * M, HEAD_DIM_V, 32)
 
@@ -113,8 +117,9 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         row_sum = cuda.local.array(ROWS, float32)
         acc = cuda.local.array(OUTPUTS, float32)
         s = cuda.local.array(SCORES, float32)
+        p = cuda.local.array(P_SHAPE, uint32)  # in the layout of an operand
 
-        shared = cuda.shared.array(0, uint32, 16)
+        shared = cuda.shared.array(0, uint32, 128)
         q_smem = shared_address(shared, 0)
         k_smem = uint32(q_smem + K_SMEM)
         v_smem = uint32(q_smem + V_SMEM)
@@ -157,19 +162,20 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                 for i in range(4):
                     acc[m, n, i] = 0
         # s * to_log2 is the exponent of two. The largest s is to be the largest score, so a
-        # negative scale changes the sign of s; and 0 times -inf would be NaN, so a scale of 0 is a
-        # tiny one.
-        negative = not SCALED and score.scale < 0
+        # negative scale goes with -q; and 0 times -inf would be NaN, so a scale of 0 is a tiny one.
         to_log2 = float32(LOG2E)
         if not SCALED:
             to_log2 = max(float32(math.fabs(score.scale)) * to_log2, float32(SMALLEST))
+            if score.scale < 0:
+                negate_q(reinterpret(uint8, shared))
 
         # 4. Walk over the key/value tiles
-        q_rows = lane_rows(DOWN_FIRST, HEAD_DIM, q_smem, warp_row)
-        k_rows = lane_rows(ACROSS_FIRST, HEAD_DIM, k_smem, 0)
-        v_rows = lane_rows(DOWN_FIRST, HEAD_DIM_V, v_smem, 0)
-        down_chunk, across_chunk = lane_chunk(DOWN_FIRST, 0), lane_chunk(ACROSS_FIRST, 0)
+        q_lane = lane_address(DOWN_FIRST, HEAD_DIM, q_smem, warp_row, 0)
+        k_lane = lane_address(ACROSS_FIRST, HEAD_DIM, k_smem, 0, 0)
+        v_lane = lane_address(DOWN_FIRST, HEAD_DIM_V, v_smem, 0, 0)
         while k_start < k_end:
+            q_lane, k_lane, v_lane = fresh(q_lane), fresh(k_lane), fresh(v_lane)
+
             # 4a. Load the K and V tiles
             cp_async_wait_all()
             cuda.syncthreads()  # K is there, and V is free: every warp is past the last p v
@@ -181,7 +187,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                 for n in range(KEYS):
                     for i in range(4):
                         s[m, n, i] = 0
-            multiply_qk(s, q_rows, down_chunk, k_rows, across_chunk)
+            multiply_qk(s, q_lane, k_lane)
             unmasked = tile_is_unmasked(
                 FEATURES,
                 band,
@@ -190,12 +196,11 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                 k_start,
                 int32(k_start + BLOCK_N),
             )
-            if SCALED or negative:
+            if SCALED:
                 for m in range(M):
                     for n in range(KEYS):
                         for i in range(4):
-                            x = s[m, n, i]
-                            s[m, n, i] = capped_score(FEATURES, score, x) if SCALED else -x
+                            s[m, n, i] = capped_score(FEATURES, score, s[m, n, i])
             if not unmasked or FEATURES & BIAS:  # a loop of its own: most tiles go past it
                 for m in range(M):
                     for n in range(KEYS):
@@ -222,10 +227,10 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                     row_max[m, half] = new_max
                     row_sum[m, half] *= rescale
                     for n in range(KEYS):
-                        for i in range(2 * half, 2 * half + 2):
-                            # From here on p.
-                            s[m, n, i] = ex2_approx(s[m, n, i] * to_log2 - subtrahend)
-                            row_sum[m, half] += s[m, n, i]
+                        x = ex2_approx(s[m, n, 2 * half] * to_log2 - subtrahend)
+                        y = ex2_approx(s[m, n, 2 * half + 1] * to_log2 - subtrahend)
+                        row_sum[m, half] += x + y
+                        p[n >> 1, m, (n & 1) * 2 + half] = pair(x, y)
                     for n in range(DIMS):
                         acc[m, n, 2 * half] *= rescale
                         acc[m, n, 2 * half + 1] *= rescale
@@ -237,9 +242,9 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
             if k_start < k_end:
                 k_from = advance(k, offset_of(k_strides, batch_index, head_kv, k_start))
                 load_k(k_smem, k_from, k_strides.row, k_end - k_start, head_dim)
-            multiply_pv(acc, s, v_rows, down_chunk)
+            multiply_pv(acc, p, v_lane)
         cp_async_wait_all()
-        cuda.syncthreads()  # Q is free, if there was no tile to wait for it
+        cuda.syncthreads()  # Q is free: without a tile nobody has waited for it
 
         # 5. Normalise and store
         row_index = (batch_index * heads_q + head) * seqlen_q

@@ -8,27 +8,35 @@ row r lies in place c ^ (r % 8):
     row 2 | 2 3 0 1 6 7 4 5      are beside each other
     ...
 
-A warp takes a tile by pieces of 16 x 16 elements, one ldmatrix each. For the piece `down` rows
-and `right` columns of pieces away from where the warp begins, a lane points to
-
-    rows + down * 16 rows + (chunk ^ right * 32)
-
-with a `rows` and a `chunk` of its own. Warps beside each other take their pieces in turn, so
-that neighbours of a warp are as many pieces apart as there are warps: a power of two, as the
-exclusive or asks for.
+A warp takes a tile by pieces of 16 x 16 elements, one ldmatrix each, and every lane points to 16
+bytes of a piece. As rows begin at multiples of 128 bytes, an exclusive or with a column's offset
+leads from piece to piece of a row. Warps beside each other take their pieces in turn, so that
+neighbours of a warp are as many pieces apart as there are warps: a power of two, which keeps
+their offsets apart from that of the warp.
 
 Twin: cuda_src/fragments.cuh.
 """
 
 from collections import namedtuple
 
+from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.extending import intrinsic
 
 from .common import advance, cdiv, copy16, div, reinterpret, rem
-from .ptx_sm80 import cp_async, cvt_rn_x2, ldmatrix_x4, ldmatrix_x4_trans, mma_m16n8k16
+from .ptx_sm80 import (
+    cp_async,
+    cp_async_wait_all,
+    cvt_rn_x2,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    mma_m16n8k16,
+)
 
 int32, uint32 = types.int32, types.uint32
+
+SIGNS = 0x80008000  # of two elements in a register
 
 
 def row_bytes(COLS):
@@ -96,21 +104,34 @@ def accumulator_col(BESIDE, n):
 DOWN_FIRST, ACROSS_FIRST = 0, 1
 
 
+# x, of which the compiler does not know that it is what it was: what follows from it is computed
+# anew where it is used, and takes no register from one use to the next.
+@intrinsic
+def fresh(_typing, _x):
+    def codegen(_context, builder, _signature, args):
+        kind = ir.FunctionType(args[0].type, [args[0].type])
+        return builder.call(ir.InlineAsm(kind, "", "=r,0", side_effect=True), args)
+
+    return types.uint32(types.uint32), codegen
+
+
+# Where this lane points in the piece that begins at (row, col), both multiples of 16.
 @cuda.jit(device=True, forceinline=True)
-def lane_rows(ORDER, COLS, tile, row):
+def lane_address(ORDER, COLS, tile, row, col):
     lane_id = thread() & 31
     if ORDER == DOWN_FIRST:
-        lane_row = lane_id & 15
+        lane_row, lane_chunk = lane_id & 15, lane_id >> 4
     else:
-        lane_row = (lane_id & 7) + (lane_id >> 4) * 8
-    return uint32(tile + (row + lane_row) * (cdiv(COLS, 64) * 128))
+        lane_row, lane_chunk = (lane_id & 7) + (lane_id >> 4) * 8, lane_id >> 3 & 1
+    chunk = uint32(lane_chunk + div(col, 8)) ^ lane_id & 7
+    return uint32(tile + (row + lane_row) * (cdiv(COLS, 64) * 128) + chunk * 16)
 
 
+# The same `down` and `right` pieces further on.
 @cuda.jit(device=True, forceinline=True)
-def lane_chunk(ORDER, col):
-    lane_id = thread() & 31
-    half = lane_id >> 4 if ORDER == DOWN_FIRST else lane_id >> 3 & 1
-    return uint32((half ^ lane_id & 7) * 16 ^ col * 2)
+def piece(COLS, address, down, right):
+    further = div(right, 4) * 128 + down * 16 * (cdiv(COLS, 64) * 128)
+    return uint32((address ^ rem(right, 4) * 32) + further)
 
 
 # Copies a tile of ROWS x COLS, of which rows x cols exist, the rest becoming 0; it is there after
@@ -133,11 +154,32 @@ def load_tile(ROWS, COLS, THREADS):
             if ROWS % STEP == 0 or row + r * STEP < ROWS:
                 for c in range(PASSES):
                     chunk = uint32(rem(thread(), LANES) + c * LANES)
-                    wanted = max(int32(0), min(int32(16), int32(2 * cols - 16 * chunk)))
-                    existing = wanted if int32(row + r * STEP) < rows else int32(0)
+                    exists = int32(row + r * STEP) < rows and int32(8 * chunk) < cols
                     to = place + r * STEP * ROW + (chunk ^ row + r * STEP & 7) * 16
-                    copy(to, advance(source, 8 * chunk), existing)
+                    copy(to, advance(source, 8 * chunk), exists)
             source = advance(source, STEP * row_stride)
+
+    return function
+
+
+# Changes the sign of what this thread has copied into a tile of T with load_tile.
+def negate_copied(ROWS, COLS, THREADS):
+    CHUNKS = COLS // 8
+    LANES = min(CHUNKS & -CHUNKS, 16)
+    ROW = row_bytes(COLS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(tile):
+        cp_async_wait_all()
+        row = uint32(div(thread(), LANES))
+        while row < ROWS:
+            chunk = uint32(rem(thread(), LANES))
+            while chunk < CHUNKS:
+                at = reinterpret(uint32, advance(tile, row * ROW + (chunk ^ row & 7) * 16))
+                for i in range(4):
+                    at[i] ^= SIGNS
+                chunk = uint32(chunk + LANES)
+            row = uint32(row + THREADS // LANES)
 
     return function
 
@@ -191,91 +233,91 @@ def store_accumulators(T, COLS, BESIDE, M, N):
     return function
 
 
-# acc += sum over d < DEPTH of a[row, d] * b[col, d], both ACROSS_FIRST but a DOWN_FIRST.
-def multiply_nt(T, DEPTH, A_COLS, B_COLS, BESIDE, M, N):
-    A_ROW, B_ROW = row_bytes(A_COLS), row_bytes(B_COLS)
-    A_SHAPE = (M, 4)
+# Two columns of accumulators, n and n + 1, += a column of pieces times a piece.
+def multiply_pieces(T, M, N):
     mma = mma_m16n8k16(T)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a_rows, a_chunk, b_rows, b_chunk):
-        a = cuda.local.array(A_SHAPE, uint32)
-        b = cuda.local.array(4, uint32)
-        for d in range(DEPTH // 16):
-            for m in range(M):
-                ldmatrix_x4(a, m * 4, a_rows + m * 16 * A_ROW + (a_chunk ^ d * 32))
-            for n in range(0, N, 2):
-                ldmatrix_x4(b, 0, b_rows + div(n, 2) * BESIDE * 16 * B_ROW + (b_chunk ^ d * 32))
-                for m in range(M):
-                    mma(acc, (m * N + n) * 4, a, m * 4, b[0], b[1])
-                    mma(acc, (m * N + n + 1) * 4, a, m * 4, b[2], b[3])
+    def function(acc, n, a, a_index, b):
+        for m in range(M):
+            mma(acc, (m * N + n) * 4, a, a_index + m * 4, b[0], b[1])
+            mma(acc, (m * N + n + 1) * 4, a, a_index + m * 4, b[2], b[3])
 
     return function
 
 
-# acc += sum over d < DEPTH of a[row, d] * b[d, col], both DOWN_FIRST.
-def multiply_nn(T, DEPTH, A_COLS, B_COLS, BESIDE, M, N):
-    A_ROW, B_ROW = row_bytes(A_COLS), row_bytes(B_COLS)
-    A_SHAPE = (M, 4)
-    mma = mma_m16n8k16(T)
+# acc += sum over d < DEPTH of a[row, d] * b[col, d]; a is DOWN_FIRST and b ACROSS_FIRST.
+def multiply_nt(T, DEPTH, A_COLS, B_COLS, BESIDE, M, N):
+    A_SHAPE, HALF = (M, 4), DEPTH // 32
+    multiply = multiply_pieces(T, M, N)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a_rows, a_chunk, b_rows, b_chunk):
+    def steps(acc, a_tile, b_tile, first, count):
+        a = cuda.local.array(A_SHAPE, uint32)
+        b = cuda.local.array(4, uint32)
+        for d in range(first, first + count):
+            for m in range(M):
+                ldmatrix_x4(a, m * 4, piece(A_COLS, a_tile, m, d))
+            for n in range(0, N, 2):
+                ldmatrix_x4(b, 0, piece(B_COLS, b_tile, div(n, 2) * BESIDE, d))
+                multiply(acc, n, a, 0, b)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a_tile, b_tile):  # one loop would be too long for the compiler to unroll
+        steps(acc, a_tile, b_tile, 0, HALF)
+        steps(acc, a_tile, b_tile, HALF, DEPTH // 16 - HALF)
+
+    return function
+
+
+# acc += sum over d < DEPTH of a[row, d] * b[d, col]; both are DOWN_FIRST.
+def multiply_nn(T, DEPTH, A_COLS, B_COLS, BESIDE, M, N):
+    A_SHAPE = (M, 4)
+    multiply = multiply_pieces(T, M, N)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a_tile, b_tile):
         a = cuda.local.array(A_SHAPE, uint32)
         b = cuda.local.array(4, uint32)
         for d in range(DEPTH // 16):
             for m in range(M):
-                ldmatrix_x4(a, m * 4, a_rows + m * 16 * A_ROW + (a_chunk ^ d * 32))
+                ldmatrix_x4(a, m * 4, piece(A_COLS, a_tile, m, d))
             for n in range(0, N, 2):
-                ldmatrix_x4_trans(b, 0, b_rows + d * 16 * B_ROW + (b_chunk ^ n * BESIDE * 16))
-                for m in range(M):
-                    mma(acc, (m * N + n) * 4, a, m * 4, b[0], b[1])
-                    mma(acc, (m * N + n + 1) * 4, a, m * 4, b[2], b[3])
+                ldmatrix_x4_trans(b, 0, piece(B_COLS, b_tile, d, div(n, 2) * BESIDE))
+                multiply(acc, n, a, 0, b)
 
     return function
 
 
 # acc += sum over d < DEPTH of a[d, row] * b[d, col]; a is ACROSS_FIRST and b DOWN_FIRST.
 def multiply_tn(T, DEPTH, A_COLS, B_COLS, BESIDE, M, N):
-    A_ROW, B_ROW = row_bytes(A_COLS), row_bytes(B_COLS)
     A_SHAPE = (M, 4)
-    mma = mma_m16n8k16(T)
+    multiply = multiply_pieces(T, M, N)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a_rows, a_chunk, b_rows, b_chunk):
+    def function(acc, a_tile, b_tile):
         a = cuda.local.array(A_SHAPE, uint32)
         b = cuda.local.array(4, uint32)
         for d in range(DEPTH // 16):
             for m in range(M):
-                ldmatrix_x4_trans(a, m * 4, a_rows + d * 16 * A_ROW + (a_chunk ^ m * 32))
+                ldmatrix_x4_trans(a, m * 4, piece(A_COLS, a_tile, d, m))
             for n in range(0, N, 2):
-                ldmatrix_x4_trans(b, 0, b_rows + d * 16 * B_ROW + (b_chunk ^ n * BESIDE * 16))
-                for m in range(M):
-                    mma(acc, (m * N + n) * 4, a, m * 4, b[0], b[1])
-                    mma(acc, (m * N + n + 1) * 4, a, m * 4, b[2], b[3])
+                ldmatrix_x4_trans(b, 0, piece(B_COLS, b_tile, d, div(n, 2) * BESIDE))
+                multiply(acc, n, a, 0, b)
 
     return function
 
 
-# acc += p b, where p[row, d] are accumulators, rounded to T here: they have the layout of an a.
-def multiply_accumulators_n(T, B_COLS, M, N, D):
-    B_ROW = row_bytes(B_COLS)
-    A_SHAPE = (M, 4)
-    mma, pair = mma_m16n8k16(T), cvt_rn_x2(T)
+# acc += a b, where a[d] is in registers, a piece for each row of pieces; b is DOWN_FIRST.
+def multiply_rn(T, B_COLS, D, M, N):
+    multiply = multiply_pieces(T, M, N)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, p, b_rows, b_chunk):
-        a = cuda.local.array(A_SHAPE, uint32)
+    def function(acc, a, b_tile):
         b = cuda.local.array(4, uint32)
-        for d in range(0, D, 2):
-            for m in range(M):
-                for i in range(4):
-                    k, j = d + (i >> 1), (i & 1) * 2
-                    a[m, i] = pair(p[m, k, j], p[m, k, j + 1])
+        for d in range(D):
             for n in range(0, N, 2):
-                ldmatrix_x4_trans(b, 0, b_rows + d * 8 * B_ROW + (b_chunk ^ n * 16))
-                for m in range(M):
-                    mma(acc, (m * N + n) * 4, a, m * 4, b[0], b[1])
-                    mma(acc, (m * N + n + 1) * 4, a, m * 4, b[2], b[3])
+                ldmatrix_x4_trans(b, 0, piece(B_COLS, b_tile, d, div(n, 2)))
+                multiply(acc, n, a, d * M * 4, b)
 
     return function

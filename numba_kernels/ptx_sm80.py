@@ -56,20 +56,24 @@ def shared_address(_typing, shared, _index):
 
 
 # Copies BYTES (4, 8 or 16) from global to shared memory without passing through registers; both
-# addresses must be multiples of BYTES. Only the first `existing` bytes are read, and zeros are
-# written for the rest. The copy is done for the thread that started it after cp_async_wait_all,
+# addresses must be multiples of BYTES. Where exists is false nothing is read and zeros are
+# written. The copy is done for the thread that started it after cp_async_wait_all,
 # for others only after a barrier that follows.
 def cp_async(BYTES):
     level = "cg" if BYTES == 16 else "ca"  # past L1: nobody else on this multiprocessor wants it
 
     @intrinsic
-    def function(_typing, shared, source, existing):
+    def function(_typing, shared, source, exists):
         def codegen(context, builder, _signature, args):
-            text = f"cp.async.{level}.shared.global [$0], [$1], {BYTES}, $2;"
-            _assembly(builder, _VOID, text, "r,l,r", args)
+            text = (  # a predicate cannot be an operand of inline assembly
+                "{.reg .pred absent; setp.eq.s32 absent, $2, 0; "
+                f"cp.async.{level}.shared.global [$0], [$1], {BYTES}, absent;}}"
+            )
+            exists_word = builder.zext(args[2], _WORD)
+            _assembly(builder, _VOID, text, "r,l,r", [*args[:2], exists_word])
             return context.get_dummy_value()
 
-        return types.void(types.uint32, source, types.int32), codegen
+        return types.void(types.uint32, source, types.boolean), codegen
 
     return function
 

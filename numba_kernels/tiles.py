@@ -97,8 +97,7 @@ def load_tile(T, ROWS, COLS, VEC, ASYNC, THREADS):
     STEP = THREADS // LANES  # a multiple of W
     ROW_GAP, STEP_GAP = tile_offset(Acc, COLS, W, 0), tile_offset(Acc, COLS, STEP, 0)
     PASSES, STEPS = VECS // LANES, -(-ROWS // STEP)
-    BYTES = VEC * T.bitwidth // 8
-    copy = cp_async(BYTES) if ASYNC else None
+    copy = cp_async(VEC * T.bitwidth // 8) if ASYNC else None
 
     @cuda.jit(device=True, forceinline=True)
     def function(shared, tile, source, row_stride, rows, cols):
@@ -112,8 +111,7 @@ def load_tile(T, ROWS, COLS, VEC, ASYNC, THREADS):
                 exists = row + r * STEP < rows and col < cols
                 if ROWS % STEP == 0 or row + r * STEP < ROWS:
                     if ASYNC:
-                        from_ = advance(source, source_index)
-                        copy(shared_address(shared, to), from_, BYTES if exists else 0)
+                        copy(shared_address(shared, to), advance(source, source_index), exists)
                     elif VEC == 1:
                         x[0] = to_acc(source[source_index]) if exists else Acc(0)
                         shared[to] = x[0]
