@@ -225,12 +225,13 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                     subtrahend = finite_or_zero(new_max)
                     rescale = ex2_approx(row_max[m, half] - subtrahend)
                     row_max[m, half] = new_max
-                    row_sum[m, half] *= rescale
+                    sum_of_tile = float32(0)
                     for n in range(KEYS):
                         x = ex2_approx(s[m, n, 2 * half] * to_log2 - subtrahend)
                         y = ex2_approx(s[m, n, 2 * half + 1] * to_log2 - subtrahend)
-                        row_sum[m, half] += x + y
+                        sum_of_tile += x + y
                         p[n >> 1, m, (n & 1) * 2 + half] = pair(x, y)
+                    row_sum[m, half] = row_sum[m, half] * rescale + sum_of_tile
                     for n in range(DIMS):
                         acc[m, n, 2 * half] *= rescale
                         acc[m, n, 2 * half + 1] *= rescale

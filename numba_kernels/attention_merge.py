@@ -21,7 +21,7 @@ from .scores import finite_or_zero
 
 def attention_merge(T, HEAD_DIM_V, THREADS):
     Acc = acc_t(T)
-    int64 = types.int64
+    int64, uint32 = types.int64, types.uint32
     COLS = HEAD_DIM_V // 4  # threads across
     GROUPS = THREADS // COLS  # that take parts in turn
     AT_ONCE = 8  # parts under way a thread
@@ -47,18 +47,19 @@ def attention_merge(T, HEAD_DIM_V, THREADS):
         part_lse = cuda.local.array(AT_ONCE, Acc)
         part = cuda.local.array(PARTS, Acc)
         row, rows_total = int64(cuda.blockIdx.x), batch * heads_q * seqlen_q
-        group, col = div(cuda.threadIdx.x, COLS), rem(cuda.threadIdx.x, COLS) * 4
+        tid = uint32(cuda.threadIdx.x)
+        group, col = uint32(div(tid, COLS)), uint32(rem(tid, COLS) * 4)
 
         # 1. Merge the parts of each group
         if group < GROUPS:
             most, total = Acc(-INF), Acc(0)
             for j in range(4):
                 acc[j] = 0
-            first = group
+            first = int64(group)
             while first < splits:
                 new_max = most
                 for i in range(AT_ONCE):  # all loads before the first use
-                    index = (first + i * GROUPS) * rows_total + row
+                    index = first * rows_total + row + i * (GROUPS * rows_total)
                     for j in range(4):
                         part[i, j] = 0
                     part_lse[i] = -INF
