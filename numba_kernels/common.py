@@ -18,7 +18,7 @@ from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
 INF = math.inf
-LOG2E = 1.4426950408889634
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 # Distances in elements between neighbours along each axis. Element (b, h, i, j) of an attention
 # array lies at b * batch + h * head + i * row + j: the last axis always has stride one.
@@ -100,6 +100,18 @@ def advance(_typing, pointer, _count):
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), codegen
+
+
+@intrinsic
+def reinterpret(_typing, T, pointer):
+    """Where C++ writes reinterpret_cast<T*>(pointer); of an array it is where that begins."""
+
+    def codegen(context, builder, _signature, args):
+        address = _address(context, builder, pointer, args[1], ir.IntType(64)(0))
+        return builder.bitcast(address, context.get_value_type(result))
+
+    result = types.CPointer(T.instance_type)
+    return result(T, pointer), codegen
 
 
 @intrinsic
@@ -241,3 +253,31 @@ def store16(_typing, target, _index, x, _x_index):
         return context.get_dummy_value()
 
     return types.void(target, types.int64, x, types.int64), codegen
+
+
+# The same sixteen bytes without a conversion.
+@intrinsic
+def copy16(_typing, target, _index, source, _source_index):
+    def codegen(context, builder, _signature, args):
+        to = _address(context, builder, target, args[0], args[1])
+        vec = _address(context, builder, source, args[2], args[3])
+        vec = builder.load(_as_words(builder, vec), align=16)
+        builder.store(vec, _as_words(builder, to), align=16)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64), codegen
+
+
+# Two neighbours by one access, as C++ does with a float2; their address must be a multiple of it.
+@intrinsic
+def store_x2(_typing, target, _index, first, _second):
+    def codegen(context, builder, _signature, args):
+        to = builder.gep(args[0], [args[1]])
+        pair = ir.VectorType(to.type.pointee, 2)
+        vec = ir.Constant(pair, ir.Undefined)
+        for i, element in enumerate(args[2:]):
+            vec = builder.insert_element(vec, element, _WORD(i))
+        builder.store(vec, builder.bitcast(to, pair.as_pointer()), align=2 * first.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, target.dtype, target.dtype), codegen

@@ -100,7 +100,7 @@ def tile_is_unmasked(FEATURES, band, q_start, q_end, k_start, k_end):
     exists = q_end <= band.q_length and k_end <= band.kv_length
     if not FEATURES & RANGE:
         return exists
-    return exists and q_end - 1 + band.lo <= k_start and k_end <= q_start + band.hi
+    return exists and int32(q_end - 1 + band.lo) <= k_start and k_end <= int32(q_start + band.hi)
 
 
 # False where row or col does not exist, and only then is the mask not read.

@@ -22,8 +22,8 @@ All tiles of a block lie in one shared array: a tile, or a place in one, is an i
 
 from numba import cuda
 
-from .common import acc_t, div, from_acc, load16, rem, store16, to_acc, vec_length
-from .ptx_sm80 import cp_async
+from .common import acc_t, advance, div, from_acc, load16, rem, store16, to_acc, vec_length
+from .ptx_sm80 import cp_async, shared_address
 
 
 def tile_offset(Acc, COLS, row, col):
@@ -111,7 +111,7 @@ def load_tile(T, ROWS, COLS, VEC, ASYNC, THREADS):
                 exists = row + r * STEP < rows and col < cols
                 if ROWS % STEP == 0 or row + r * STEP < ROWS:
                     if ASYNC:
-                        copy(shared, to, source, source_index, exists)
+                        copy(shared_address(shared, to), advance(source, source_index), exists)
                     elif VEC == 1:
                         x[0] = to_acc(source[source_index]) if exists else Acc(0)
                         shared[to] = x[0]

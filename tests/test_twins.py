@@ -67,6 +67,9 @@ MISSING: dict[str, set[str]] = {
     "attention_flash_simt_bwd_dkdv": {"4f"},
 }
 
+# Where p and ds wait for one barrier, ds comes before dv.
+SWAPPED = {"attention_flash_mma_bwd": ("4c", "4d")}
+
 
 def expected_steps(name: str) -> dict[str, str] | None:
     """The steps that all kernels of a kind share; None for those that are alone in theirs."""
@@ -123,9 +126,12 @@ def test_steps_are_equal_word_for_word(cuda: Entry, numba: Entry) -> None:
     assert cuda.steps == numba.steps
 
 
-def in_order(numbers: list[str], reference: list[str]) -> bool:
-    places = [reference.index(number) for number in numbers]
-    return places == sorted(places)
+def in_order(name: str, numbers: list[str], reference: list[str]) -> bool:
+    """Whether the steps of kernel `name` stand in the order of all kernels, or in its own."""
+    places = {number: place for place, number in enumerate(reference)}
+    first, second = SWAPPED.get(name, (reference[0],) * 2)
+    places |= {first: places[second], second: places[first]}
+    return numbers == sorted(numbers, key=places.__getitem__)
 
 
 @every_twin
@@ -147,7 +153,7 @@ def test_steps_are_those_of_all_kernels(cuda: Entry, numba: Entry) -> None:
         assert missing == allowed, (
             f"{entry.name} lacks {missing - allowed}, has {allowed - missing}"
         )
-        assert in_order(found, list(expected)), f"{entry.name}: {found}"
+        assert in_order(entry.name, found, list(expected)), f"{entry.name}: {found}"
 
 
 @pytest.mark.parametrize("stem", STEMS)

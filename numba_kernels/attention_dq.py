@@ -1,0 +1,65 @@
+"""attention_dq: rounds the sum that attention_flash_mma_bwd has formed, and puts it in order.
+
+  dq = scale * dq_acc
+
+dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
+each other: so every addition to it was one access, and the lanes' accesses lay side by side.
+
+Work split:    a thread takes two rows, 8 apart, of an accumulator: 16 floats after each other
+Shared memory: none
+Registers:     a handful
+Twin:          cuda_src/attention_dq.cu
+Launched by:   workbench/launchers.py, attention_flash_mma
+"""
+
+from numba import cuda
+from numba.cuda import types
+
+from .common import acc_t, advance, cdiv, div, from_acc, load16, offset_of, rem, store16
+
+
+def attention_dq(T, BLOCK_M, HEAD_DIM):
+    Acc = acc_t(T)
+    int64 = types.int64
+    ACROSS = HEAD_DIM // 8  # accumulators beside each other
+
+    @cuda.jit
+    def kernel(
+        dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, ..)
+        dq,  # (batch, heads_q, seqlen_q, head_dim)
+        dq_strides,
+        batch,
+        heads_q,
+        seqlen_q,
+        head_dim,
+        scale,
+    ):
+        x = cuda.local.array(16, Acc)
+        y = cuda.local.array(8, Acc)
+        index = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
+        accumulator = div(index, 8)
+        down = cdiv(seqlen_q, BLOCK_M) * (BLOCK_M // 16)  # accumulators below each other
+        row = rem(div(accumulator, ACROSS), down) * 16 + rem(index, 8)
+        col = rem(accumulator, ACROSS) * 8
+        head = div(div(accumulator, ACROSS), down)  # of all batches
+        if head >= batch * heads_q or col >= head_dim:
+            return
+        dq_row = offset_of(dq_strides, div(head, heads_q), rem(head, heads_q), row)
+        dq = advance(dq, dq_row + col)
+
+        # 1. dq = scale * dq_acc
+        for lane in range(4):
+            load16(x, 4 * lane, dq_acc, index * 16 + 4 * lane)
+        for half in range(2):
+            for i in range(8):
+                y[i] = x[(i >> 1) * 4 + 2 * half + (i & 1)] * Acc(scale)
+            if row + 8 * half < seqlen_q:
+                to = advance(dq, 8 * half * dq_strides.row)
+                if col + 8 <= head_dim:
+                    store16(to, 0, y, 0)
+                else:
+                    for i in range(8):
+                        if col + i < head_dim:
+                            to[i] = from_acc(T, y[i])
+
+    return kernel
