@@ -113,7 +113,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     load_tile<BLOCK_M, HEAD_DIM_V, THREADS>(
         from_k + DOUT_SMEM, dout + offset_of(dout_strides, batch_index, head, q_start),
         dout_strides.row, band.q_length - q_start, int(head_dim_v));
-    for (int i = threadIdx.x; i < 2 * BLOCK_M; i += THREADS) {
+#pragma unroll
+    for (int j = 0; j < 2 * BLOCK_M; j += THREADS) {
+      int i = int(threadIdx.x) + j;
+      if (i >= 2 * BLOCK_M) break;
       int row = q_start + i % BLOCK_M;
       const float* from = (i < BLOCK_M ? lse : delta) + (batch_index * heads_q + head) * seqlen_q;
       cp_async<4>(from_k + LSE_SMEM + i * 4, from + row, row < band.q_length);
@@ -164,11 +167,22 @@ __global__ void __launch_bounds__(THREADS, 1)
           x = capped_score<FEATURES>(score, x);
           slope[m][i / 4][i % 4] = uncapped_gradient<FEATURES>(score, 1.0f, x);
         }
-        bool seen = unmasked || sees<FEATURES>(score, band, batch_index, head, row, col);
-        if (FEATURES & BIAS && seen) {
-          x = biased_score<FEATURES>(score, x, batch_index, head, row, col);
+        if (FEATURES & BIAS) {
+          bool seen = unmasked || sees<FEATURES>(score, band, batch_index, head, row, col);
+          x = seen ? biased_score<FEATURES>(score, x, batch_index, head, row, col) : -INF;
         }
-        x = seen ? ex2_approx(x * to_log2 - subtrahend) : 0;
+        x = ex2_approx(x * to_log2 - subtrahend);
+      }
+    }
+    if (!(FEATURES & BIAS) && !unmasked) {  // a loop of its own: most tiles go past it
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4 * N; ++i) {
+          int row = q_start + first_row + m * 16 + i % 4 / 2 * 8;
+          int col = k_start + first_col + accumulator_col<ShareS::BESIDE>(i / 4) + i % 2;
+          if (!sees<FEATURES>(score, band, batch_index, head, row, col)) p[m][i / 4][i % 4] = 0;
+        }
       }
     }
     store_accumulators<T, BLOCK_N, ShareS::BESIDE>(smem + P_SMEM + first_row * row_bytes<BLOCK_N>(),
