@@ -3,13 +3,13 @@
 //   p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
 //
 // The scores are recomputed from q, k and lse. A block keeps a tile of keys and walks over the
-// queries that see them. The warps share the scores, then p and ds go through shared memory, and the
-// warps share the other three products anew, each so that a warp has as square a part as it can. dk
-// and dv stay in registers; dq is a sum over blocks and is added up in dq_acc, in fp32 and in the
-// layout of accumulators; attention_dq rounds it and puts its rows in order. With DETERMINISTIC a
-// counter of each query tile says whose turn it is to add: the order of the keys. Blocks then take
-// their key tiles from a counter as well: whoever waits for a turn waits for a block that has
-// started.
+// queries that see them. The warps share the scores; then p and ds go through shared memory, and
+// the warps share the other three products anew, each so that a warp has as square a part as it
+// can. dk and dv stay in registers; dq is a sum over blocks and is added up in dq_acc, in fp32 and
+// in the layout of accumulators; attention_dq rounds it and puts its rows in order. With
+// DETERMINISTIC a counter of each query tile says whose turn it is to add: the order of the keys.
+// Blocks then take their key tiles from a counter as well: whoever waits for a turn waits for a
+// block that has started.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it
 // Shared memory: the K and V tiles, two buffers for q, dout, lse and delta, and the p and ds tiles
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                             int64 seqlen_k,
                             int64 head_dim,
                             int64 head_dim_v,
-                            ScoreParams<acc_t<T>> score) {
+                            ScoreParams<acc_t<T>> score,
+                            int64 heads_at_a_time) {
   using ShareS = Share<BLOCK_M, BLOCK_N, THREADS / 32>;     // scores
   using ShareK = Share<BLOCK_N, HEAD_DIM, THREADS / 32>;    // dk
   using ShareV = Share<BLOCK_N, HEAD_DIM_V, THREADS / 32>;  // dv
@@ -67,12 +68,12 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int DOUT_SMEM = Q_SMEM + tile_bytes<BLOCK_M, HEAD_DIM>();
   constexpr int LSE_SMEM = DOUT_SMEM + tile_bytes<BLOCK_M, HEAD_DIM_V>();
   constexpr int BUFFER = LSE_SMEM + 2 * BLOCK_M * int(sizeof(float)) - Q_SMEM;
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   char* smem = reinterpret_cast<char*>(shared);
   uint32 k_smem = shared_address(shared);
 
   // 1. Which key rows are ours
-  int64 ticket = blockIdx.x;
+  uint32 ticket = blockIdx.x;
   if (DETERMINISTIC) {
     int* ticket_smem = reinterpret_cast<int*>(shared);
     if (threadIdx.x == 0) *ticket_smem = atom_inc(turns);
@@ -80,11 +81,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     ticket = *ticket_smem;
     __syncthreads();  // K is about to be loaded there
   }
-  int64 heads_total = batch * heads_kv;
-  int heads_each = int(heads_q / heads_kv);
-  int batch_index = int(ticket % heads_total / heads_kv);
-  int head_kv = int(ticket % heads_kv);
-  int k_tile = int(ticket / heads_total);
+  uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
+  HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
+  int heads_each = uint32(heads_q) / uint32(heads_kv);
+  int batch_index = at.head / uint32(heads_kv);
+  int head_kv = at.head % uint32(heads_kv);
+  int k_tile = at.tile;
   int k_start = k_tile * BLOCK_N;
 
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);

@@ -29,13 +29,13 @@ template <typename T,
           int SPLIT,
           int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_flash_mma_fwd(const T* q,        // (batch, heads_q, seqlen_q, head_dim)
-                            const T* k,        // (batch, heads_kv, seqlen_k, head_dim)
-                            const T* v,        // (batch, heads_kv, seqlen_k, head_dim_v)
-                            T* out,            // (batch, heads_q, seqlen_q, head_dim_v)
-                            acc_t<T>* lse,     // (batch, heads_q, seqlen_q), contiguous
-                            float* out_parts,  // (splits, batch, heads_q, seqlen_q, HEAD_DIM_V)
-                            float* lse_parts,  // (splits, batch, heads_q, seqlen_q)
+    attention_flash_mma_fwd(const T* q,           // (batch, heads_q, seqlen_q, head_dim)
+                            const T* k,           // (batch, heads_kv, seqlen_k, head_dim)
+                            const T* v,           // (batch, heads_kv, seqlen_k, head_dim_v)
+                            T* out,               // (batch, heads_q, seqlen_q, head_dim_v)
+                            acc_t<T>* lse,        // (batch, heads_q, seqlen_q), contiguous
+                            acc_t<T>* out_parts,  // (splits, batch, heads_q, seqlen_q, HEAD_DIM_V)
+                            acc_t<T>* lse_parts,  // (splits, batch, heads_q, seqlen_q)
                             Strides q_strides,
                             Strides k_strides,
                             Strides v_strides,
@@ -47,26 +47,27 @@ __global__ void __launch_bounds__(THREADS, 1)
                             int64 seqlen_k,
                             int64 head_dim,
                             int64 head_dim_v,
-                            ScoreParams<acc_t<T>> score) {
+                            ScoreParams<acc_t<T>> score,
+                            int64 heads_at_a_time) {
   constexpr int M = BLOCK_M / 16 / (THREADS / 32);  // accumulators of 16 x 8 a warp, downwards
   constexpr int KEYS = BLOCK_N / 8, DIMS = HEAD_DIM_V / 8;  // and across
   constexpr int Q_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
   constexpr bool SCALED = FEATURES & (BIAS | SOFTCAP);  // before they are added up, not after
 
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   uint32 q_smem = shared_address(shared);
   uint32 k_smem = q_smem + tile_bytes<BLOCK_M, Q_DIM>();
   uint32 v_smem = k_smem + tile_bytes<BLOCK_N, HEAD_DIM>();
 
   // 1. Which rows are ours
-  int64 heads_total = batch * heads_q;
-  int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
-  int tile = int(blockIdx.x / heads_total);
-  int split = SPLIT ? tile / tiles_q : 0;
-  int batch_index = int(blockIdx.x % heads_total / heads_q);
-  int head = int(blockIdx.x % heads_q);
-  int head_kv = head / int(heads_q / heads_kv);
-  int q_start = (tiles_q - 1 - (SPLIT ? tile % tiles_q : tile)) * BLOCK_M;
+  uint32 heads_total = uint32(batch * heads_q), tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M));
+  uint32 tiles = gridDim.x / heads_total, splits = tiles / tiles_q;  // tiles: with those of splits
+  HeadTile at = head_tile(blockIdx.x, tiles, heads_total, uint32(heads_at_a_time));
+  int split = SPLIT ? at.tile / tiles_q : 0;
+  int batch_index = at.head / uint32(heads_q);
+  int head = at.head % uint32(heads_q);
+  int head_kv = uint32(head) / (uint32(heads_q) / uint32(heads_kv));
+  int q_start = (tiles_q - 1 - (SPLIT ? at.tile % tiles_q : at.tile)) * BLOCK_M;
   int warp_id = threadIdx.x / 32, lane_id = threadIdx.x % 32;
   int warp_row = warp_id * (16 * M);
   int first_row = q_start + warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
@@ -75,8 +76,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   int k_start = first_key<FEATURES>(band, q_start) / BLOCK_N * BLOCK_N;
   int k_end = last_key<FEATURES>(band, q_start + BLOCK_M);
   if (SPLIT && k_start < k_end) {
-    int splits = int(gridDim.x / heads_total) / tiles_q;
-    int share = cdiv(cdiv(k_end - k_start, BLOCK_N), splits) * BLOCK_N;
+    int share = cdiv(cdiv(k_end - k_start, BLOCK_N), int(splits)) * BLOCK_N;
     k_start += split * share;
     k_end = min(k_end, k_start + share);
   }
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 q_lane = lane_address<DOWN_FIRST, HEAD_DIM>(q_smem, warp_row, 0);
   uint32 k_lane = lane_address<ACROSS_FIRST, HEAD_DIM>(k_smem, 0, 0);
   uint32 v_lane = lane_address<DOWN_FIRST, HEAD_DIM_V>(v_smem, 0, 0);
-  for (bool first = true; k_start < k_end; k_start += BLOCK_N, first = false) {
-    q_lane = fresh(q_lane), k_lane = fresh(k_lane), v_lane = fresh(v_lane);
+  for (; k_start < k_end; k_start += BLOCK_N) {
+    q_lane = fresh(q_lane), k_lane = fresh(k_lane);
 
     // 4a. Load the K and V tiles
     cp_async_wait_all();
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   // 5. Normalise and store
   int64 row_index = (batch_index * heads_q + head) * seqlen_q;
   if (SPLIT) {
-    row_index += split * heads_total * seqlen_q;
+    row_index += split * (batch * heads_q) * seqlen_q;
     lse = lse_parts;
   }
 #pragma unroll

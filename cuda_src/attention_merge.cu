@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(THREADS)
   constexpr int COLS = HEAD_DIM_V / 4;    // threads across
   constexpr int GROUPS = THREADS / COLS;  // that take parts in turn
   constexpr int AT_ONCE = 8;              // parts under way a thread
-  __shared__ Acc row_max[GROUPS], row_sum[GROUPS], rows[GROUPS][HEAD_DIM_V];
+  __shared__ __align__(16) Acc rows[GROUPS][HEAD_DIM_V];
+  __shared__ Acc row_max[GROUPS], row_sum[GROUPS];
   int64 row = blockIdx.x, rows_total = batch * heads_q * seqlen_q;
   int group = threadIdx.x / COLS, col = threadIdx.x % COLS * 4;
 

@@ -21,7 +21,7 @@ Launched by:   workbench/launchers.py, attention_flash_mma
 from numba import cuda
 from numba.cuda import types
 
-from .common import INF, LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
+from .common import INF, LOG2E, advance, cdiv, div, head_tile, offset_of, reinterpret, rem
 from .fragments import (
     ACROSS_FIRST,
     DOWN_FIRST,
@@ -139,6 +139,7 @@ def attention_flash_mma_bwd(
         head_dim,
         head_dim_v,
         score,
+        heads_at_a_time,
     ):
         dk_acc = cuda.local.array(K_SHAPE, float32)
         dv_acc = cuda.local.array(V_SHAPE, float32)
@@ -161,10 +162,12 @@ def attention_flash_mma_bwd(
             ticket = uint32(ticket_smem[0])
             cuda.syncthreads()  # K is about to be loaded there
         heads_total, heads_kv = uint32(batch * heads_kv), uint32(heads_kv)
+        tiles_k = uint32(cdiv(uint32(seqlen_k), BLOCK_N))
+        head, tile = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time))
         heads_each = int32(div(uint32(heads_q), heads_kv))
-        batch_index = uint32(div(rem(ticket, heads_total), heads_kv))
-        head_kv = uint32(rem(ticket, heads_kv))
-        k_tile = int32(div(ticket, heads_total))
+        batch_index = uint32(div(head, heads_kv))
+        head_kv = uint32(rem(head, heads_kv))
+        k_tile = int32(tile)
         k_start = int32(k_tile * BLOCK_N)
 
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)

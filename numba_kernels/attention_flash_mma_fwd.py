@@ -29,6 +29,7 @@ from .common import (
     advance,
     cdiv,
     div,
+    head_tile,
     offset_of,
     reinterpret,
     rem,
@@ -112,6 +113,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         head_dim,
         head_dim_v,
         score,
+        heads_at_a_time,
     ):
         row_max = cuda.local.array(ROWS, float32)
         row_sum = cuda.local.array(ROWS, float32)
@@ -125,13 +127,15 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         v_smem = uint32(q_smem + V_SMEM)
 
         # 1. Which rows are ours
-        heads_total, tiles_q = uint32(batch * heads_q), int32(cdiv(seqlen_q, BLOCK_M))
+        heads_total, tiles_q = uint32(batch * heads_q), uint32(cdiv(uint32(seqlen_q), BLOCK_M))
+        tiles = uint32(div(uint32(cuda.gridDim.x), heads_total))  # with those of splits
+        splits = uint32(div(tiles, tiles_q))
         block = uint32(cuda.blockIdx.x)
-        tile = int32(div(block, heads_total))
+        head, tile = head_tile(block, tiles, heads_total, uint32(heads_at_a_time))
         split = uint32(div(tile, tiles_q)) if SPLIT else uint32(0)
-        batch_index = uint32(div(rem(block, heads_total), uint32(heads_q)))
-        head = uint32(rem(block, uint32(heads_q)))
-        head_kv = uint32(div(head, div(uint32(heads_q), uint32(heads_kv))))
+        batch_index = uint32(div(head, uint32(heads_q)))
+        head = uint32(rem(head, uint32(heads_q)))
+        head_kv = uint32(div(head, uint32(div(uint32(heads_q), uint32(heads_kv)))))
         tile_of_split = rem(tile, tiles_q) if SPLIT else tile
         q_start = int32((tiles_q - 1 - tile_of_split) * BLOCK_M)
         warp_id, lane_id = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
@@ -142,7 +146,6 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         k_start = int32(div(first_key(FEATURES, band, q_start), BLOCK_N) * BLOCK_N)
         k_end = last_key(FEATURES, band, q_start + BLOCK_M)
         if SPLIT and k_start < k_end:
-            splits = div(div(cuda.gridDim.x, heads_total), tiles_q)
             share = cdiv(cdiv(k_end - k_start, BLOCK_N), splits) * BLOCK_N
             k_start = int32(k_start + split * share)
             k_end = int32(min(k_end, k_start + share))
@@ -174,7 +177,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         k_lane = lane_address(ACROSS_FIRST, HEAD_DIM, k_smem, 0, 0)
         v_lane = lane_address(DOWN_FIRST, HEAD_DIM_V, v_smem, 0, 0)
         while k_start < k_end:
-            q_lane, k_lane, v_lane = fresh(q_lane), fresh(k_lane), fresh(v_lane)
+            q_lane, k_lane = fresh(q_lane), fresh(k_lane)
 
             # 4a. Load the K and V tiles
             cp_async_wait_all()

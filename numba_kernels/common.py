@@ -145,6 +145,17 @@ def cdiv(a, b):
 
 
 # exp(x) by the hardware's exp2, right to two units in the last place; below 2^-126 it is 0.
+# Blocks go through `at_a_time` heads tile by tile, the same tile of all of these heads after each
+# other, and then on to the next heads: so what the blocks of a moment read is little enough to stay
+# in the L2 cache. A head (of all batches) and a tile of it.
+@cuda.jit(device=True, forceinline=True)
+def head_tile(index, tiles, heads_total, at_a_time):
+    first_head = types.uint32(div(index, types.uint32(at_a_time * tiles)) * at_a_time)
+    heads = types.uint32(min(at_a_time, types.uint32(heads_total - first_head)))
+    rest = types.uint32(index - types.uint32(first_head * tiles))
+    return types.uint32(first_head + rem(rest, heads)), types.uint32(div(rest, heads))
+
+
 @intrinsic
 def exp_of(_typing, x):
     def codegen(_context, builder, _signature, args):

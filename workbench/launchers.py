@@ -57,16 +57,17 @@ DBIAS = Signature(
     f"Strides q_strides, Strides k_strides, Strides v_strides, Strides4 dbias_strides, {SIZES}"
 )
 FLASH_MMA_FWD = _signature(
-    "T* q, T* k, T* v, T* out, Acc* lse, Acc* out_parts, Acc* lse_parts", "q k v out"
-)
+    "T* q, T* k, T* v, T* out, Acc* lse, Acc* out_parts, Acc* lse_parts", "q k v out",
+    "int64 heads_at_a_time",
+)  # fmt: skip
 FLASH_WGMMA_FWD = _signature(
     "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse", "out",
     "int64 heads_at_a_time",
 )  # fmt: skip
 FLASH_MMA_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
-    "dout q k v dk dv",
-)
+    "dout q k v dk dv", "int64 heads_at_a_time",
+)  # fmt: skip
 ATTENTION_DQ = Signature(
     "Acc* dq_acc, T* dq, Strides dq_strides, int64 batch, int64 heads_q, int64 seqlen_q, "
     "int64 head_dim, double scale"
@@ -284,9 +285,10 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
     barriers = 2 * q_stages + 4 * stages
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    group = problem.heads_q // max(1, problem.heads_kv)
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
-        values=(("heads_at_a_time", _heads_at_a_time(problem)),),
+        values=_heads_at_a_time(problem, problem.heads_q, cdiv(problem.seqlen_k, group)),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
@@ -295,17 +297,17 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     return Work((launch,))
 
 
-def _heads_at_a_time(problem: Problem) -> int:
-    """How many heads blocks should go through at a time: those whose K and V fit in the L2 cache.
+def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str, int]]:
+    """How many of `heads` a head blocks should go through at a time (common.cuh, head_tile).
 
-    One, if all tiles take equally long; else as many as let the long ones come first.
+    One, if all of its tiles take equally long; else several, so that the long tiles come first, but
+    only as many as leave what they read, `rows` of two arrays each, in the L2 cache.
     """
     if not problem.has_range:
-        return 1
-    group = problem.heads_q // max(1, problem.heads_kv)
+        return (("heads_at_a_time", 1),)
     size = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    fitting = L2_CACHE // max(1, problem.seqlen_k * size) * group
-    return max(1, min(problem.batch * problem.heads_q, max(32, fitting)))
+    fitting = max(32, L2_CACHE // max(1, rows * size))
+    return (("heads_at_a_time", max(1, min(problem.batch * heads, fitting))),)
 
 
 def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, Any]:
@@ -335,6 +337,8 @@ def attention_flash_mma(problem: Problem, arch: str) -> Work:
         raise NotWrittenError(
             f"it takes rows that begin at multiples of 16 bytes, not {problem.alignment}"
         )
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        raise NotWrittenError("it takes a head_dim and a head_dim_v that are multiples of 8")
     if problem.op == "attention":
         return _flash_mma_fwd(problem, arch)
     return _flash_mma_bwd(problem, arch)
@@ -397,6 +401,8 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
         ("SPLIT", int(splits > 1)), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry("attention_flash_mma_fwd", "attention_flash_mma_fwd", constants, FLASH_MMA_FWD)
+    keys_each = cdiv(problem.seqlen_k, problem.heads_q // max(1, problem.heads_kv))
+    values += _heads_at_a_time(problem, heads, keys_each)
     forward = Launch(entry, blocks * splits, tile.threads, shared_memory(tile), values)
     if splits == 1:
         return Work((forward,))
@@ -466,10 +472,14 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     rounded = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
     rounding = Entry("attention_dq", "attention_dq", rounded, ATTENTION_DQ)
     delta, delta_space = _delta(problem)
+    group = problem.heads_q // max(1, problem.heads_kv)
+    at_a_time = _heads_at_a_time(problem, problem.heads_kv, problem.seqlen_q * group)
+    if problem.deterministic:  # blocks of one head would wait for each other
+        at_a_time = (("heads_at_a_time", max(1, heads_total)),)
     return Work(
         (
             delta,
-            Launch(entry, grid, tile.threads, shared_memory(tile)),
+            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time),
             Launch(rounding, cdiv(queries * tile.block_m * dims[0] // 16, 256), 256),
             *_dbias(problem),
         ),
