@@ -298,13 +298,11 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
 
 
 def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str, int]]:
-    """How many of `heads` a head blocks should go through at a time (common.cuh, head_tile).
+    """How many of `heads` a batch blocks should go through at a time (common.cuh, head_tile).
 
-    One, if all of its tiles take equally long; else several, so that the long tiles come first, but
-    only as many as leave what they read, `rows` of two arrays each, in the L2 cache.
+    As many as leave what blocks read, `rows` of two arrays a head, in the L2 cache; but enough to
+    spread over all of it.
     """
-    if not problem.has_range:
-        return (("heads_at_a_time", 1),)
     size = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
     fitting = max(32, L2_CACHE // max(1, rows * size))
     return (("heads_at_a_time", max(1, min(problem.batch * heads, fitting))),)
