@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from building import needs
 from cases import CASES, run_case
 from oracle import DTYPES, Example, answers, as_numpy, hold, random_example, run
 
@@ -63,6 +64,23 @@ def first_dtype(dtypes: tuple[str, ...]) -> str:
 def test_case(case: str, target: Target) -> None:
     how, dtypes = target
     run_case(case, dtype=first_dtype(dtypes), dtypes=dtypes, **how)
+
+
+# Cases all of whose calls are too large for the simulator, or of too many kinds to be compiled.
+TOO_LARGE = ()
+
+
+def small(e: Example) -> bool:
+    """Whether the simulator needs a fraction of a second."""
+    batch, heads, seqlen_q, head_dim = e.q.shape
+    seqlen_k = e.k.shape[2]
+    return seqlen_k <= 130 and batch * heads * seqlen_q * seqlen_k * head_dim <= 300_000
+
+
+@pytest.mark.parametrize("language", [pytest.param(x, marks=needs(x)) for x in ("cuda", "numba")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in TOO_LARGE])
+def test_case_in_the_simulator(case: str, language: str) -> None:
+    run_case(case, fits=small, backend=f"{language}-simulator", kernel="attention_flash_simt")
 
 
 @pytest.mark.gpu

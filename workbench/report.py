@@ -32,6 +32,7 @@ NONE = "-"
 
 
 if TYPE_CHECKING:
+    from workbench.inspection import Simulation
     from workbench.table import Kernel
 
 
@@ -244,8 +245,11 @@ def _reasons(rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield Padding(Text(stopped), (0, 0, 0, 2))
 
 
-def comparison_json(comparison: Comparison) -> str:
-    """Give a comparison as JSON: its workload, devices, ceilings and rows."""
+def comparison_json(comparison: Comparison, simulation: Simulation | None = None) -> str:
+    """Give a comparison as JSON: its workload, devices, ceilings and rows.
+
+    With a `simulation`, also the counts of what could not run here, by the simulator.
+    """
     rows = [dataclasses.asdict(row) | {"share": row.share} for row in comparison.rows]
     return json.dumps(
         {
@@ -256,6 +260,7 @@ def comparison_json(comparison: Comparison) -> str:
             "ceilings": comparison.ceilings,
             "checked": comparison.checked,
             "in_l2": comparison.in_l2,
+            "simulated": dataclasses.asdict(simulation) if simulation is not None else None,
         },
         indent=2,
     )
