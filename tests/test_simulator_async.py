@@ -727,6 +727,18 @@ def test_registers_of_a_product(name: str) -> None:
     assert fault_of(body, 128).kind == kind
 
 
+def test_what_threads_wrote_must_be_fenced_for_a_product() -> None:
+    fill = "shl.b32 %r2, %r0, 7;" + "".join(
+        f"st.shared.u32 [%r2+{i}], 0;" for i in range(0, 128, 4)
+    )
+    product = PRODUCT.replace("BEFORE", FENCE_FIRST).replace("AFTER", COMMIT)
+    assert fault_of(fill + "bar.sync 0;" + product, 128).kind == faults.UNFENCED
+    # One thread may fence what it knows of for all who know of that.
+    words(fill + "bar.sync 0; fence.proxy.async;" + product, 128)
+    unordered = fill + "fence.proxy.async;" + product
+    assert fault_of(unordered, 128).kind == faults.RACE
+
+
 def test_a_product_needs_a_whole_warpgroup() -> None:
     body = PRODUCT.replace("BEFORE", FENCE_FIRST).replace("AFTER", COMMIT)
     assert fault_of(body, 96).kind == faults.ACCUMULATOR

@@ -629,7 +629,7 @@ class Chunk:
                 who = lanes[self.waiting_at[lanes] == place]
                 why = [x.why_waiting(who) for x in self.extensions.values()]
                 waits.append(
-                    f"{self._names(who)} wait at {instruction.opcode} "
+                    f"{self._names(who)} wait{'s' * (who.size == 1)} at {instruction.opcode} "
                     f"({faults.at(instruction.where)}){''.join(why)}"
                 )
                 lines.append(instruction.where)

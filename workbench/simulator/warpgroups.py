@@ -120,6 +120,8 @@ class Warpgroups(Extension):
 
     def touch(self, group: Group, pc: int, reads: Array, writes: Array, copies: bool) -> None:
         """An instruction reads and writes some watched registers, by their index."""
+        if not self.under_way and (copies or not writes.size):
+            return
         warps = self._warps(group)
         if self.under_way:
             for rows, table, did in (
