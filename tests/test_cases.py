@@ -66,15 +66,15 @@ def test_case(case: str, target: Target) -> None:
     run_case(case, dtype=first_dtype(dtypes), dtypes=dtypes, **how)
 
 
-# Cases all of whose calls are too large for the simulator, or of too many kinds to be compiled.
-TOO_LARGE = ()
+# Cases all of whose calls are too large for the simulator.
+TOO_LARGE = ("D4", "E2", "E7", "E8", "E10", "E15")
 
 
 def small(e: Example) -> bool:
     """Whether the simulator needs a fraction of a second."""
     batch, heads, seqlen_q, head_dim = e.q.shape
     seqlen_k = e.k.shape[2]
-    return seqlen_k <= 130 and batch * heads * seqlen_q * seqlen_k * head_dim <= 300_000
+    return seqlen_k <= 130 and batch * heads * seqlen_q * seqlen_k * head_dim <= 100_000
 
 
 @pytest.mark.parametrize("language", [pytest.param(x, marks=needs(x)) for x in ("cuda", "numba")])

@@ -111,6 +111,27 @@ def test_a_lane_arrives_for_its_warp() -> None:
     assert fault_of(body.replace("ARRIVE", one), 64).kind == faults.RACE
 
 
+def test_flags_order_the_threads_of_a_block_too() -> None:
+    """With mbarriers about, every thread's knowledge is kept, and passed on by flags."""
+    body = """
+        setp.eq.u32 %p1, %r0, 0; @%p1 st.shared.u32 [tile], 0;
+    """ + MAKE.format(count=32) + """
+        setp.ge.u32 %p3, %r0, 32; setp.eq.u32 %p4, %r0, 32;
+        @%p3 bra WRITE;
+    POLL:
+        ld.acquire.cta.shared.u32 %r5, [tile]; setp.ne.u32 %p5, %r5, 7; @%p5 bra POLL;
+        ld.shared.u32 %r1, [tile+64];
+        bra END;
+    WRITE:
+        @%p4 st.shared.u32 [tile+64], 99;
+        @%p4 st.ORDER.cta.shared.u32 [tile], 7;
+    END:
+    """
+    released = body.replace("ORDER", "release")
+    np.testing.assert_array_equal(words(released, 64), [99] * 32 + [0] * 32)
+    assert fault_of(body.replace("ORDER", "relaxed"), 64).kind == faults.RACE
+
+
 def test_states_counts_and_phases() -> None:
     body = (
         MAKE.format(count=4)

@@ -197,7 +197,8 @@ def _display_unit(comparison: Comparison) -> tuple[str, float]:
 
 
 def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
-    columns = ["backend", "error", "time", unit, "share"]
+    some_rate = any(row.rate is not None for row in rows)  # a simulator has none
+    columns = ["backend", "error", "time", *([unit, "share"] if some_rate else [])]
     some_kernel = any(row.kernel for row in rows)
     if some_kernel:
         columns = ["kernel", *columns]
@@ -214,9 +215,12 @@ def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
             row.backend,
             NONE if row.error is None else f"{row.error:.1e}",
             NONE if row.seconds is None else format_seconds(row.seconds),
-            NONE if row.rate is None else three_digits(factor * row.rate),
-            NONE if row.share is None else f"{100 * row.share:.0f} %",
         ]
+        if some_rate:
+            cells += [
+                NONE if row.rate is None else three_digits(factor * row.rate),
+                NONE if row.share is None else f"{100 * row.share:.0f} %",
+            ]
         if some_kernel:
             cells = [row.kernel or NONE, *cells]
         if on_gpu:

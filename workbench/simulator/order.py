@@ -70,7 +70,7 @@ class Knowledge:
         program, grid = launch.code.program, launch.grid
         self.clocks = needs_clocks(program, launch.cluster)
         shape = (grid, grid * launch.threads) if self.clocks else (2 * grid, grid)
-        wanted = synchronises(program) and grid > 1
+        wanted = synchronises(program) and (self.clocks or grid > 1)
         self.complete = not wanted or shape[0] * shape[1] <= MAX_KNOWN
         self.clock = np.full((1, 1), _NEVER if self.complete else _ALWAYS, np.int64)
         if wanted and self.complete:
