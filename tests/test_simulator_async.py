@@ -113,9 +113,12 @@ def test_a_lane_arrives_for_its_warp() -> None:
 
 def test_flags_order_the_threads_of_a_block_too() -> None:
     """With mbarriers about, every thread's knowledge is kept, and passed on by flags."""
-    body = """
+    body = (
+        """
         setp.eq.u32 %p1, %r0, 0; @%p1 st.shared.u32 [tile], 0;
-    """ + MAKE.format(count=32) + """
+    """
+        + MAKE.format(count=32)
+        + """
         setp.ge.u32 %p3, %r0, 32; setp.eq.u32 %p4, %r0, 32;
         @%p3 bra WRITE;
     POLL:
@@ -127,6 +130,7 @@ def test_flags_order_the_threads_of_a_block_too() -> None:
         @%p4 st.ORDER.cta.shared.u32 [tile], 7;
     END:
     """
+    )
     released = body.replace("ORDER", "release")
     np.testing.assert_array_equal(words(released, 64), [99] * 32 + [0] * 32)
     assert fault_of(body.replace("ORDER", "relaxed"), 64).kind == faults.RACE
@@ -160,6 +164,19 @@ def test_states_counts_and_phases() -> None:
     # Pending before each arrival; three are expected after one has dropped out.
     want = [4, 3, 0, 1, 1, 0, 3, 0, 1]
     assert words(body)[0] == int("".join(map(str, want)), 8)
+
+
+def test_arrivals_that_end_several_phases_at_once() -> None:
+    """Each of eight lanes brings as many as its number modulo 2 and 1 more: twelve in threes."""
+    body = (
+        MAKE.format(count=3)
+        + """
+        setp.lt.u32 %p3, %r0, 8; and.b32 %r2, %r0, 1; add.u32 %r2, %r2, 1;
+        @%p3 mbarrier.arrive.shared::cta.b64 %d20, [bar], %r2;
+        @%p3 mbarrier.pending_count.b64 %r1, %d20;
+    """
+    )
+    np.testing.assert_array_equal(words(body), [3, 2] * 4 + [0] * 24)
 
 
 MISUSES = {
@@ -481,6 +498,28 @@ def test_boxes_are_stored_where_the_tensor_is(name: str, operation: str) -> None
     arrays = {"array": array, "image": image}
     run_with(text, "k", arrays, parameters, outputs=("array",), block=1)
     np.testing.assert_array_equal(array, want)
+
+
+def test_a_tensor_map_in_global_memory() -> None:
+    array = np.arange(64, dtype=np.float32)
+    out, table = np.zeros(128, np.uint8), np.zeros(128, np.uint8)
+    text = tensor_kernel(1, (8,), 128, "in")
+    text = text.replace("mov.b64 %d1, map; cvta.param.u64 %d1, %d1;", "ld.param.u64 %d1, [map];")
+
+    def parameters(addresses: dict[str, int]) -> list[bytes | int]:
+        encoded = encode(array, maps.FLOAT32, addresses["array"], (32,), (1,))
+        table[:] = np.frombuffer(encoded, np.uint8)
+        return [
+            addresses["table"].to_bytes(8, "little").ljust(128),
+            addresses["out"].to_bytes(8, "little"),
+        ]
+
+    # Addresses are the same every time; the second time the table holds the first one's map.
+    arrays = {"array": array, "out": out, "table": table}
+    with pytest.raises(SimulationError, match="no tensor map"):
+        run_with(text, "k", arrays, parameters, block=1)
+    run_with(text, "k", arrays, parameters, block=1)
+    np.testing.assert_array_equal(out.view(np.float32), np.arange(8, 40))
 
 
 GOOD: dict[str, Any] = {
@@ -937,6 +976,18 @@ def test_all_of_a_warpgroup_change_their_registers() -> None:
     for count in (20, 42, 264):
         with pytest.raises(NotImplementedError):
             words(whole.replace("40", str(count)), 256)
+
+
+def test_the_other_name_of_barriers() -> None:
+    body = """
+        setp.lt.u32 %p3, %r0, 64; shl.b32 %r2, %r0, 2; @%p3 bra LOW;
+        barrier.cta.sync.aligned 3, 128; xor.b32 %r3, %r2, 256; ld.shared.u32 %r1, [%r3];
+        bra END;
+    LOW:
+        st.shared.u32 [%r2], %r0; barrier.cta.arrive.aligned 3, 128;
+    END: barrier.cta.sync.aligned 0;
+    """
+    np.testing.assert_array_equal(words(body, 128), [0] * 64 + [*range(64)])
 
 
 def test_named_barriers_order_whom_they_let_meet() -> None:

@@ -330,6 +330,17 @@ class Clocks(Order):
     def _joined(self, old: Any, news: Any) -> Any:
         return news if old is None else np.maximum(old, news)
 
+    def acquire(self, lanes: Array, addresses: Array, relaxed: bool) -> None:
+        """Lanes read a value: if what its writers knew is not kept, they are taken to know all."""
+        if self.knowledge.complete:
+            super().acquire(lanes, addresses, relaxed)
+            return
+        size = self.chunk.launch.cluster * self.chunk.threads
+        for lane in lanes.tolist():
+            first = lane // size * size
+            own = self.seen[lane, :, : self.chunk.threads]
+            own[...] = self.times[first : first + size].reshape(own.shape)
+
     def _learn(self, lane: int, news: Any) -> None:
         # What one thread has learnt of other blocks, its whole block is taken to know.
         threads = self.chunk.threads
