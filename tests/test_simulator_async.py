@@ -764,6 +764,9 @@ PRODUCTS = {
     "an accumulator written": (FENCE_FIRST, COMMIT + "mov.f32 %f1, %f9;", faults.ACCUMULATOR),
     "A written": (FENCE_FIRST, COMMIT + "add.u32 %r5, %r5, 1;", faults.ACCUMULATOR),
     "A read": (FENCE_FIRST, COMMIT + "add.u32 %r9, %r5, 1;", None),
+    "an accumulator written by a shuffle": (
+        FENCE_FIRST, COMMIT + "shfl.sync.bfly.b32 %f1|%p5, %f9, 1, 31, 0xffffffff;", faults.ACCUMULATOR
+    ),
     "B overwritten": (FENCE_FIRST, COMMIT + "@%p6 st.shared.u32 [tile], 1;", faults.STILL_READ),
     "another depth in a warp": (
         FENCE_FIRST + "setp.eq.u32 %p4, %r0, 40; @%p4 add.u64 %d6, %d6, 1;", COMMIT,
