@@ -765,7 +765,8 @@ PRODUCTS = {
     "A written": (FENCE_FIRST, COMMIT + "add.u32 %r5, %r5, 1;", faults.ACCUMULATOR),
     "A read": (FENCE_FIRST, COMMIT + "add.u32 %r9, %r5, 1;", None),
     "an accumulator written by a shuffle": (
-        FENCE_FIRST, COMMIT + "shfl.sync.bfly.b32 %f1|%p5, %f9, 1, 31, 0xffffffff;", faults.ACCUMULATOR
+        FENCE_FIRST, COMMIT + "shfl.sync.bfly.b32 %f1|%p5, %f9, 1, 31, 0xffffffff;",
+        faults.ACCUMULATOR,
     ),
     "B overwritten": (FENCE_FIRST, COMMIT + "@%p6 st.shared.u32 [tile], 1;", faults.STILL_READ),
     "another depth in a warp": (
@@ -991,6 +992,20 @@ def test_the_other_name_of_barriers() -> None:
     END: barrier.cta.sync.aligned 0;
     """
     np.testing.assert_array_equal(words(body, 128), [0] * 64 + [*range(64)])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "bar.sync 16, 64;",
+        "bar.sync 3, 40;",
+        "bar.sync 3, 0;",
+        "shr.u32 %r3, %r0, 5; mad.lo.u32 %r3, %r3, 32, 64; bar.sync 3, %r3;",
+        "setp.lt.u32 %p3, %r0, 32; @%p3 bar.arrive 3, 64; @!%p3 bar.sync 3;",
+    ],
+)
+def test_misuse_of_a_barrier(body: str) -> None:
+    assert fault_of(body, 96).kind == faults.BARRIER
 
 
 def test_named_barriers_order_whom_they_let_meet() -> None:
