@@ -7,9 +7,9 @@ toolchain=$(driver_toolchain)
 if [ -n "$toolchain" ]; then
   say "NVIDIA driver found: the GPU backends come with the toolchain '$toolchain'"
 else
-  say "No NVIDIA driver found: the demo runs on the CPU"
+  say "No NVIDIA driver found: the demo runs on the CPU, the kernels of both languages in the simulator"
 fi
-prepare_environment "$toolchain"
+prepare_environment "${toolchain:-simulator}"
 
 say "workbench demo${*:+ $*}"
 exec "$python" -m workbench.cli demo "$@"

@@ -13,7 +13,7 @@ say "ruff"
 "$python" -m ruff format --check .
 
 say "clang-format"
-"$programs/clang-format" --dry-run --Werror cuda_src/*.cu cuda_src/*.cuh
+"$programs/clang-format" --dry-run --Werror cuda_src/*.cu cuda_src/*.cuh tests/*.cu
 
 say "mypy"
 "$python" -m mypy

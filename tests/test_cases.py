@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from building import needs
 from cases import CASES, run_case
 from oracle import DTYPES, Example, answers, as_numpy, hold, random_example, run
 
@@ -63,6 +64,34 @@ def first_dtype(dtypes: tuple[str, ...]) -> str:
 def test_case(case: str, target: Target) -> None:
     how, dtypes = target
     run_case(case, dtype=first_dtype(dtypes), dtypes=dtypes, **how)
+
+
+# What the simulator runs: not the cases all of whose calls are too large, nor D12, whose calls are
+# many and like those of test_simulator_kernels.py; in Numba, which compiles slowly, a few.
+SIMULATED = {
+    "cuda": [x for x in CASES if x not in ("D4", "D12", "E2", "E7", "E8", "E10", "E15")],
+    "numba": ["D1", "D3", "D5", "E1", "E4", "E6"],
+}
+
+
+def small(e: Example) -> bool:
+    """Whether the simulator needs a fraction of a second."""
+    batch, heads, seqlen_q, head_dim = e.q.shape
+    seqlen_k = e.k.shape[2]
+    work = batch * heads * seqlen_q * seqlen_k * head_dim
+    return max(seqlen_q, seqlen_k) <= 70 and work <= 300_000
+
+
+@pytest.mark.parametrize(
+    ("language", "case"),
+    [
+        pytest.param(language, case, marks=needs(language))
+        for language, cases in SIMULATED.items()
+        for case in cases
+    ],
+)
+def test_case_in_the_simulator(language: str, case: str) -> None:
+    run_case(case, fits=small, backend=f"{language}-simulator", kernel="attention_flash_simt")
 
 
 @pytest.mark.gpu

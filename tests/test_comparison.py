@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from workbench import comparison
+from workbench import comparison, report
 from workbench import compile as compiler
 from workbench.comparison import Row
 from workbench.table import KERNELS, NoKernelError
@@ -94,13 +95,21 @@ def test_simulated_kernels_are_compared_where_they_are_named(language: str, back
     workload = replace(SMALL, backward=backward, causal=True)
     which = comparison.targets("attention", [f"{language}-simulator"], ["attention_naive"])
     assert which == [("attention_naive", f"{language}-simulator")]
-    (row,) = comparison.compare(workload, which).rows
+    compared = comparison.compare(workload, which)
+    (row,) = compared.rows
     assert row.reason is None
     assert row.error < 1e-5
     assert row.seconds > 0
     assert row.registers > 0
     assert row.rate is None
     assert row.share is None
+    row = replace(row, kernel="attention_flash_wgmma", seconds=0.1234, shared_bytes=99_999)
+    console = Console(width=80, no_color=True)
+    with console.capture() as capture:
+        console.print(report.comparison_table(replace(compared, rows=[row, row])))
+    shown = capture.get()
+    assert f"attention_flash_wgmma {language}-simulator" in shown
+    assert "…" not in shown
 
 
 @pytest.mark.gpu

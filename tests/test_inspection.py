@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -103,10 +104,26 @@ def test_the_command() -> None:
 
 def test_counts_beside_a_comparison() -> None:
     small = Workload("vector_add", size=5000)
-    shown = text_of([inspection.simulated(small, [("vector_add", x) for x in ("cuda", "numba")])])
+    both = [("vector_add", language) for language in ("cuda", "numba")]
+    shown = text_of([inspection.simulation_table(inspection.simulate(small, both))])
     assert re.search(r"vector_add +cuda .* 39\.1 KiB +19\.5 KiB", shown), shown
     assert re.search(r"vector_add +numba .* 39\.1 KiB +19\.5 KiB", shown)
-    assert "for small problems" in text_of([inspection.simulated(Workload("vector_add"), [])])
+    large = inspection.simulate(Workload("vector_add"), both)
+    assert "for small problems" in text_of([inspection.simulation_table(large)])
+
+
+def test_names_are_whole_at_80_columns() -> None:
+    row = inspection.Counts("attention_flash_wgmma", "numba", 10**9, 10**8, 10**8, 10**9, 10**9, 1)
+    shown = text_of([inspection.simulation_table(inspection.Simulation([row], []))], width=80)
+    assert "attention_flash_wgmma" in shown
+    assert "…" not in shown
+
+
+def test_steps_that_are_not_there() -> None:
+    for arguments in (["--step", "99"], ["--step", "4", "--file", "tiles.cuh"]):
+        result = CliRunner().invoke(app, ["inspect", "attention_naive_fwd", *arguments])
+        assert result.exit_code != 0
+        assert re.search(r"--file|has no step '99'", str(result.exception))
 
 
 @pytest.mark.skipif(compiler.gpu_missing() is None, reason="a GPU is there to be timed")
@@ -114,6 +131,12 @@ def test_compare_shows_counts_where_there_is_no_gpu() -> None:
     result = CliRunner().invoke(app, ["compare", "vector_add", "--size", "5000"])
     assert result.exit_code == 0, result.output
     assert "counted by the simulator" in result.output
+    result = CliRunner().invoke(app, ["compare", "vector_add", "--size", "5000", "--json"])
+    counts = json.loads(result.stdout)["simulated"]["rows"]
+    assert [(row["kernel"], row["language"]) for row in counts][:2] == [
+        ("vector_add_vec4", "cuda"), ("vector_add_vec4", "numba"),
+    ]  # fmt: skip
+    assert counts[0]["loaded_bytes"] == 2 * counts[0]["stored_bytes"] == 40000
     few = ["compare", "vector_add", "--size", "5000", "--backend", "cpu"]
     assert "simulator" not in CliRunner().invoke(app, few).output
 

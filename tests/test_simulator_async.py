@@ -111,6 +111,31 @@ def test_a_lane_arrives_for_its_warp() -> None:
     assert fault_of(body.replace("ARRIVE", one), 64).kind == faults.RACE
 
 
+def test_flags_order_the_threads_of_a_block_too() -> None:
+    """With mbarriers about, every thread's knowledge is kept, and passed on by flags."""
+    body = (
+        """
+        setp.eq.u32 %p1, %r0, 0; @%p1 st.shared.u32 [tile], 0;
+    """
+        + MAKE.format(count=32)
+        + """
+        setp.ge.u32 %p3, %r0, 32; setp.eq.u32 %p4, %r0, 32;
+        @%p3 bra WRITE;
+    POLL:
+        ld.acquire.cta.shared.u32 %r5, [tile]; setp.ne.u32 %p5, %r5, 7; @%p5 bra POLL;
+        ld.shared.u32 %r1, [tile+64];
+        bra END;
+    WRITE:
+        @%p4 st.shared.u32 [tile+64], 99;
+        @%p4 st.ORDER.cta.shared.u32 [tile], 7;
+    END:
+    """
+    )
+    released = body.replace("ORDER", "release")
+    np.testing.assert_array_equal(words(released, 64), [99] * 32 + [0] * 32)
+    assert fault_of(body.replace("ORDER", "relaxed"), 64).kind == faults.RACE
+
+
 def test_states_counts_and_phases() -> None:
     body = (
         MAKE.format(count=4)
@@ -139,6 +164,19 @@ def test_states_counts_and_phases() -> None:
     # Pending before each arrival; three are expected after one has dropped out.
     want = [4, 3, 0, 1, 1, 0, 3, 0, 1]
     assert words(body)[0] == int("".join(map(str, want)), 8)
+
+
+def test_arrivals_that_end_several_phases_at_once() -> None:
+    """Each of eight lanes brings as many as its number modulo 2 and 1 more: twelve in threes."""
+    body = (
+        MAKE.format(count=3)
+        + """
+        setp.lt.u32 %p3, %r0, 8; and.b32 %r2, %r0, 1; add.u32 %r2, %r2, 1;
+        @%p3 mbarrier.arrive.shared::cta.b64 %d20, [bar], %r2;
+        @%p3 mbarrier.pending_count.b64 %r1, %d20;
+    """
+    )
+    np.testing.assert_array_equal(words(body), [3, 2] * 4 + [0] * 24)
 
 
 MISUSES = {
@@ -462,6 +500,28 @@ def test_boxes_are_stored_where_the_tensor_is(name: str, operation: str) -> None
     np.testing.assert_array_equal(array, want)
 
 
+def test_a_tensor_map_in_global_memory() -> None:
+    array = np.arange(64, dtype=np.float32)
+    out, table = np.zeros(128, np.uint8), np.zeros(128, np.uint8)
+    text = tensor_kernel(1, (8,), 128, "in")
+    text = text.replace("mov.b64 %d1, map; cvta.param.u64 %d1, %d1;", "ld.param.u64 %d1, [map];")
+
+    def parameters(addresses: dict[str, int]) -> list[bytes | int]:
+        encoded = encode(array, maps.FLOAT32, addresses["array"], (32,), (1,))
+        table[:] = np.frombuffer(encoded, np.uint8)
+        return [
+            addresses["table"].to_bytes(8, "little").ljust(128),
+            addresses["out"].to_bytes(8, "little"),
+        ]
+
+    # Addresses are the same every time; the second time the table holds the first one's map.
+    arrays = {"array": array, "out": out, "table": table}
+    with pytest.raises(SimulationError, match="no tensor map"):
+        run_with(text, "k", arrays, parameters, block=1)
+    run_with(text, "k", arrays, parameters, block=1)
+    np.testing.assert_array_equal(out.view(np.float32), np.arange(8, 40))
+
+
 GOOD: dict[str, Any] = {
     "data_type": maps.FLOAT16, "rank": 2, "global_address": 1 << 40, "global_dim": [64, 32],
     "global_strides": [128], "box_dim": [64, 16], "element_strides": [1, 1],
@@ -704,6 +764,10 @@ PRODUCTS = {
     "an accumulator written": (FENCE_FIRST, COMMIT + "mov.f32 %f1, %f9;", faults.ACCUMULATOR),
     "A written": (FENCE_FIRST, COMMIT + "add.u32 %r5, %r5, 1;", faults.ACCUMULATOR),
     "A read": (FENCE_FIRST, COMMIT + "add.u32 %r9, %r5, 1;", None),
+    "an accumulator written by a shuffle": (
+        FENCE_FIRST, COMMIT + "shfl.sync.bfly.b32 %f1|%p5, %f9, 1, 31, 0xffffffff;",
+        faults.ACCUMULATOR,
+    ),
     "B overwritten": (FENCE_FIRST, COMMIT + "@%p6 st.shared.u32 [tile], 1;", faults.STILL_READ),
     "another depth in a warp": (
         FENCE_FIRST + "setp.eq.u32 %p4, %r0, 40; @%p4 add.u64 %d6, %d6, 1;", COMMIT,
@@ -725,6 +789,18 @@ def test_registers_of_a_product(name: str) -> None:
         np.testing.assert_array_equal(words(body, 128), np.zeros(128))
         return
     assert fault_of(body, 128).kind == kind
+
+
+def test_what_threads_wrote_must_be_fenced_for_a_product() -> None:
+    fill = "shl.b32 %r2, %r0, 7;" + "".join(
+        f"st.shared.u32 [%r2+{i}], 0;" for i in range(0, 128, 4)
+    )
+    product = PRODUCT.replace("BEFORE", FENCE_FIRST).replace("AFTER", COMMIT)
+    assert fault_of(fill + "bar.sync 0;" + product, 128).kind == faults.UNFENCED
+    # One thread may fence what it knows of for all who know of that.
+    words(fill + "bar.sync 0; fence.proxy.async;" + product, 128)
+    unordered = fill + "fence.proxy.async;" + product
+    assert fault_of(unordered, 128).kind == faults.RACE
 
 
 def test_a_product_needs_a_whole_warpgroup() -> None:
@@ -904,6 +980,32 @@ def test_all_of_a_warpgroup_change_their_registers() -> None:
     for count in (20, 42, 264):
         with pytest.raises(NotImplementedError):
             words(whole.replace("40", str(count)), 256)
+
+
+def test_the_other_name_of_barriers() -> None:
+    body = """
+        setp.lt.u32 %p3, %r0, 64; shl.b32 %r2, %r0, 2; @%p3 bra LOW;
+        barrier.cta.sync.aligned 3, 128; xor.b32 %r3, %r2, 256; ld.shared.u32 %r1, [%r3];
+        bra END;
+    LOW:
+        st.shared.u32 [%r2], %r0; barrier.cta.arrive.aligned 3, 128;
+    END: barrier.cta.sync.aligned 0;
+    """
+    np.testing.assert_array_equal(words(body, 128), [0] * 64 + [*range(64)])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "bar.sync 16, 64;",
+        "bar.sync 3, 40;",
+        "bar.sync 3, 0;",
+        "shr.u32 %r3, %r0, 5; mad.lo.u32 %r3, %r3, 32, 64; bar.sync 3, %r3;",
+        "setp.lt.u32 %p3, %r0, 32; @%p3 bar.arrive 3, 64; @!%p3 bar.sync 3;",
+    ],
+)
+def test_misuse_of_a_barrier(body: str) -> None:
+    assert fault_of(body, 96).kind == faults.BARRIER
 
 
 def test_named_barriers_order_whom_they_let_meet() -> None:

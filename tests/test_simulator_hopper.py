@@ -79,7 +79,10 @@ def test_counts() -> None:
     assert arrays["b"][0].bytes == 2 * 72 * 200 * 2
     assert arrays["out"][1].bytes == 100 * 72 * 2
     total = lines.total([launch])
-    assert total.instructions["matrix"] == 4 * 4 * (4 * 4 + 3 * 4)
+    assert total.loads.bytes == arrays["a"][0].bytes + arrays["b"][0].bytes
+    assert total.stores.bytes == arrays["out"][1].bytes
+    # Tiles, steps in depth, warps, products of depth 16.
+    assert total.instructions["matrix"] == 4 * 4 * 4 * 4
 
 
 @dataclass(frozen=True)

@@ -185,19 +185,21 @@ def compare(
     console = report.make_console()
     with _user_errors(), report.progress(console, comparison.count_steps(which)) as step:
         result = comparison.compare(workload, which, progress=step)
-    if as_json:
-        typer.echo(report.comparison_json(result))
-    else:
+    stopped = [
+        (row.kernel, row.backend)
+        for row in result.rows
+        if row.kernel and row.reason and row.backend in DEVICE_BACKENDS
+    ]
+    simulation = None
+    if not as_json:
         report.emit(console, report.comparison_table(result))
-        stopped = [
-            (row.kernel, row.backend)
-            for row in result.rows
-            if row.kernel and row.reason and row.backend in DEVICE_BACKENDS
-        ]
-        if stopped and compiler.gpu_missing() is not None:
-            with _user_errors():
-                counts = inspection.simulated(workload, stopped)
-            report.emit(console, Text(), counts)
+    if stopped and compiler.gpu_missing() is not None:
+        with _user_errors(), report.progress(console, len(stopped)) as step:
+            simulation = inspection.simulate(workload, stopped, progress=step)
+    if as_json:
+        typer.echo(report.comparison_json(result, simulation))
+    elif simulation is not None:
+        report.emit(console, Text(), inspection.simulation_table(simulation))
     if plot is not None:
         report.save_plot(result, plot)
         typer.echo(f"plot written to {plot}", err=True)
@@ -259,7 +261,8 @@ def inspect(
         str | None, typer.Option(help="Only this step: 4b.", show_default="all")
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="FILE.cuh", help="A header instead of the kernel.")
+        str | None,
+        typer.Option(metavar="FILE.cuh", help="A header instead of the kernel; it has no steps."),
     ] = None,
 ) -> None:
     """Show what every line of a kernel costs: instructions, traffic and bank conflicts, simulated.
@@ -272,8 +275,14 @@ def inspect(
     from workbench.workload import Workload
 
     console = report.make_console()
+    if file is not None and step is not None:
+        raise UserError("--step goes with a kernel, --file with a header: give one of them")
     with _user_errors():
         stems = source.find_stems(name)
+        if step is not None:
+            stems = [stem for stem in stems if _has_step(stem, step)]
+    if not stems:
+        raise UserError(f"{name} has no step {step!r}")
     for stem in stems:
         workload = Workload(
             op="vector_add" if stem.startswith("vector_") else "attention",
@@ -297,6 +306,13 @@ def inspect(
             continue
         for panel in inspection.listing(found, console, step):
             report.emit(console, panel)
+
+
+def _has_step(stem: str, step: str) -> bool:
+    """Whether a kernel file has a step of that number."""
+    from workbench import show as source
+
+    return any(source.is_step(pair.title, step) for pair in source.read_pairs(stem))
 
 
 @app.command()

@@ -174,7 +174,10 @@ def _run_in_simulator(prepared: Prepared, kernel: str | None) -> None:
     problem, language = prepared.problem, prepared.backend.removesuffix("-simulator")
     table.check_name(problem.op, kernel)
     arch = SIMULATOR_ARCH
-    row = table.select(problem, language, arch, kernel)
+    try:
+        row = table.select(problem, language, arch, kernel)
+    except table.NoKernelError as error:
+        raise table.NoKernelError(f"{prepared.backend}: {error}") from None
     outputs = {name for name, _, _ in prepared.outputs}
     work = row.work(problem, arch)
     simulator.run(work, problem, language, prepared.arrays._asdict(), outputs)

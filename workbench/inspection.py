@@ -295,14 +295,53 @@ def short(count: int) -> str:
 SIMULATED_WORK = 2e8  # operations, or bytes: some seconds a kernel
 
 
-def simulated(
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one kernel asks of a GPU, and how far its result is from the float64 reference.
+
+    Attributes
+    ----------
+    instructions : int
+        Issued to warps.
+    loaded_bytes, stored_bytes : int
+        Of global memory, in sectors of 32.
+    wavefronts, conflicts : int
+        Of shared memory, and how many of them bank conflicts cost.
+    error : float
+    """
+
+    kernel: str
+    language: str
+    instructions: int
+    loaded_bytes: int
+    stored_bytes: int
+    wavefronts: int
+    conflicts: int
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The counts of several kernels on one workload.
+
+    Attributes
+    ----------
+    notes : list of str
+        Why some, or all, are missing.
+    """
+
+    rows: list[Counts]
+    notes: list[str]
+
+
+def simulate(
     workload: Workload,
     which: Iterable[tuple[str, str]],
     *,
     inputs: dict[str, Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> RenderableType:
-    """Lay out what kernels ask of a GPU: counts where no time can be had.
+) -> Simulation:
+    """Count what kernels ask of a GPU, where no time can be had.
 
     Parameters
     ----------
@@ -312,6 +351,11 @@ def simulated(
         As for `comparison.compare`.
     progress : callable
         Is told what is about to be done, once for each of `which`.
+
+    Raises
+    ------
+    SimulationError
+        If a kernel is at fault.
     """
     from workbench.simulator.lines import total
     from workbench.simulator.run import recording
@@ -319,9 +363,8 @@ def simulated(
 
     if workload.work > SIMULATED_WORK:
         hint = "--size 65536" if workload.op == "vector_add" else "--seqlen 128"
-        return Text(f"counts from the simulator: for small problems, as with {hint}", style="dim")
-    columns = ["kernel", "language", "instr", "loads", "stores", "shared", "conflicts", "error"]
-    table = report.plain_table(*columns, right=columns[2:])
+        return Simulation([], [f"counts from the simulator: for small problems, as with {hint}"])
+    rows: list[Counts] = []
     missing: dict[str, None] = {}
     oracle = Oracle(workload, inputs)
     for kernel, language in which:
@@ -334,25 +377,36 @@ def simulated(
         except NoKernelError:
             continue
         except compiler.ToolchainError as reason:
-            missing[str(reason)] = None
+            missing[f"not simulated: {reason}"] = None
             continue
         line = total(record.launch for record in records)
-        shared = line.shared
+        rows.append(
+            Counts(
+                kernel, language, line.issued, 32 * line.loads.transactions,
+                32 * line.stores.transactions, line.shared.transactions, line.shared.excess, error,
+            )
+        )  # fmt: skip
+    return Simulation(rows, list(missing))
+
+
+def simulation_table(simulation: Simulation) -> RenderableType:
+    """Lay out the counts of several kernels, a row each."""
+    columns = ["kernel", "in", "instr", "loads", "stores", "shared", "extra", "error"]
+    table = report.plain_table(*columns, right=columns[2:])
+    table.columns[0].no_wrap = True
+    for row in simulation.rows:
         table.add_row(
-            kernel, language, short(line.issued), _bytes(line.loads), _bytes(line.stores),
-            short(shared.transactions), short(shared.excess) or "0", f"{error:.1e}",
+            row.kernel, row.language, short(row.instructions),
+            report.format_bytes(row.loaded_bytes), report.format_bytes(row.stored_bytes),
+            short(row.wavefronts), short(row.conflicts) or "0", f"{row.error:.1e}",
         )  # fmt: skip
     parts: list[RenderableType] = []
     if table.row_count:
         meaning = (
             "instr: instructions issued to warps; loads, stores: bytes of global memory in sectors "
-            "of 32; shared: wavefronts of shared memory, and how many of them bank conflicts cost"
+            "of 32; shared: wavefronts of shared memory; extra: those that bank conflicts cost"
         )
         title = Text("counted by the simulator, the same on every machine", style="bold")
         parts += [title, Text(), table, Text(meaning, style="dim")]
-    parts += [Text(f"not simulated: {why}", style="yellow") for why in missing]
+    parts += [Text(note, style="yellow" if simulation.rows else "dim") for note in simulation.notes]
     return Group(*parts)
-
-
-def _bytes(traffic: Traffic) -> str:
-    return report.format_bytes(32 * traffic.transactions)

@@ -32,6 +32,7 @@ NONE = "-"
 
 
 if TYPE_CHECKING:
+    from workbench.inspection import Simulation
     from workbench.table import Kernel
 
 
@@ -196,7 +197,8 @@ def _display_unit(comparison: Comparison) -> tuple[str, float]:
 
 
 def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
-    columns = ["backend", "error", "time", unit, "share"]
+    some_rate = any(row.rate is not None for row in rows)  # a simulator has none
+    columns = ["backend", "error", "time", *([unit, "share"] if some_rate else [])]
     some_kernel = any(row.kernel for row in rows)
     if some_kernel:
         columns = ["kernel", *columns]
@@ -213,9 +215,12 @@ def _rows_table(rows: Sequence[Row], unit: str, factor: float) -> Table:
             row.backend,
             NONE if row.error is None else f"{row.error:.1e}",
             NONE if row.seconds is None else format_seconds(row.seconds),
-            NONE if row.rate is None else three_digits(factor * row.rate),
-            NONE if row.share is None else f"{100 * row.share:.0f} %",
         ]
+        if some_rate:
+            cells += [
+                NONE if row.rate is None else three_digits(factor * row.rate),
+                NONE if row.share is None else f"{100 * row.share:.0f} %",
+            ]
         if some_kernel:
             cells = [row.kernel or NONE, *cells]
         if on_gpu:
@@ -244,8 +249,11 @@ def _reasons(rows: Sequence[Row]) -> Iterator[RenderableType]:
         yield Padding(Text(stopped), (0, 0, 0, 2))
 
 
-def comparison_json(comparison: Comparison) -> str:
-    """Give a comparison as JSON: its workload, devices, ceilings and rows."""
+def comparison_json(comparison: Comparison, simulation: Simulation | None = None) -> str:
+    """Give a comparison as JSON: its workload, devices, ceilings and rows.
+
+    With a `simulation`, also the counts of what could not run here, by the simulator.
+    """
     rows = [dataclasses.asdict(row) | {"share": row.share} for row in comparison.rows]
     return json.dumps(
         {
@@ -256,6 +264,7 @@ def comparison_json(comparison: Comparison) -> str:
             "ceilings": comparison.ceilings,
             "checked": comparison.checked,
             "in_l2": comparison.in_l2,
+            "simulated": dataclasses.asdict(simulation) if simulation is not None else None,
         },
         indent=2,
     )

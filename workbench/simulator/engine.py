@@ -300,6 +300,7 @@ class Chunk:
         self.waiting_for = np.full(self.size, NOWHERE)  # which barrier
         self.offered = np.zeros(self.size, np.uint32)  # what lanes bring to a reducing barrier
         self.arrived = np.zeros((blocks, NAMED_BARRIERS), np.int64)
+        self.expected = np.zeros((blocks, NAMED_BARRIERS), np.int64)  # by who has arrived
         self.exited_at = np.where(thread < launch.block, NOWHERE, len(launch.code.steps))
         self.real = _words(self.exited_at == NOWHERE)  # of each warp, the lanes that are threads
         self.members = np.zeros(self.size, np.uint32)  # whom lanes wait for in their warp
@@ -510,6 +511,7 @@ class Chunk:
             return None
         lanes = group.lanes
         blocks = self.block_of[lanes]
+        self._check_barrier(pc, lanes, barrier, expected)
         if wait:
             self.waiting_at[lanes], self.waiting_for[lanes] = pc, barrier
         self.arrived[:, barrier] += np.bincount(blocks, minlength=self.blocks)
@@ -523,6 +525,30 @@ class Chunk:
         if complete.size:
             released += self._release(complete, barrier, expected is None)
         return released
+
+    def _check_barrier(self, pc: int, lanes: Array, barrier: int, expected: int | None) -> None:
+        """All who come to a barrier must agree on how many they are: whole warps."""
+        wrong = ""
+        if barrier >= NAMED_BARRIERS:
+            wrong = f"there are {NAMED_BARRIERS} of them"
+        elif expected is not None and (expected <= 0 or expected % WARP):
+            wrong = f"it expects {expected} threads, no multiple of {WARP}"
+        else:
+            need = self.launch.threads if expected is None else expected
+            blocks = self.block_of[lanes]
+            others = (self.arrived[blocks, barrier] > 0) & (self.expected[blocks, barrier] != need)
+            if others.any():
+                before = int(self.expected[blocks[others], barrier][0])
+                wrong = f"it expects {need} threads, and those that came before expect {before}"
+            self.expected[blocks, barrier] = need
+        if wrong:
+            where = self.launch.where(pc)
+            raise SimulationError(
+                faults.BARRIER,
+                f"{self.name(int(lanes[0]))} comes to barrier {barrier} at {faults.at(where)}, but "
+                f"{wrong}",
+                where,
+            )
 
     def _release(self, complete: Array, barrier: int, whole: bool) -> list[tuple[int, Group]]:
         self.arrived[complete, barrier] = 0
@@ -629,7 +655,7 @@ class Chunk:
                 who = lanes[self.waiting_at[lanes] == place]
                 why = [x.why_waiting(who) for x in self.extensions.values()]
                 waits.append(
-                    f"{self._names(who)} wait at {instruction.opcode} "
+                    f"{self._names(who)} wait{'s' * (who.size == 1)} at {instruction.opcode} "
                     f"({faults.at(instruction.where)}){''.join(why)}"
                 )
                 lines.append(instruction.where)

@@ -19,9 +19,9 @@ FLOAT, INTEGER, MATRIX, GLOBAL, SHARED, LOCAL, EXCHANGE, BARRIER, BRANCH = (
 CLASSES = (FLOAT, INTEGER, MATRIX, GLOBAL, SHARED, LOCAL, EXCHANGE, BARRIER, BRANCH)
 _BY_OP = {
     **dict.fromkeys(("bra", "brx", "ret", "exit", "call"), BRANCH),
-    **dict.fromkeys(("bar", "barrier", "membar", "fence"), BARRIER),
+    **dict.fromkeys(("bar", "barrier", "membar", "fence", "mbarrier", "wgmma"), BARRIER),
     **dict.fromkeys(("shfl", "vote", "match", "redux", "elect", "activemask"), EXCHANGE),
-    **dict.fromkeys(("mma", "wgmma"), MATRIX),
+    **dict.fromkeys(("mma", "wgmma.mma_async"), MATRIX),
     **dict.fromkeys(("ldmatrix", "stmatrix"), SHARED),
     "cp": GLOBAL,
 }
@@ -30,8 +30,9 @@ _MEMORY = ("ld", "st", "ldu", "atom", "red")
 
 def class_of(instruction: Instruction) -> str:
     """The class that an instruction counts for."""
-    if instruction.op in _BY_OP:
-        return _BY_OP[instruction.op]
+    for name in (".".join((instruction.op, *instruction.mods[:1])), instruction.op):
+        if name in _BY_OP:
+            return _BY_OP[name]
     if instruction.op in _MEMORY:
         spaces = (GLOBAL, SHARED, LOCAL)
         return next((s for s in spaces if s in instruction.mods), _without_space(instruction))
@@ -39,6 +40,14 @@ def class_of(instruction: Instruction) -> str:
     # Moves and selections of floats are done by the integer units.
     computes = instruction.op not in ("mov", "selp", "ld")
     return FLOAT if kinds and computes and is_float(kinds[-1]) else INTEGER
+
+
+def _stores(instruction: Instruction) -> bool:
+    """Whether an instruction that accesses global memory writes to it."""
+    if instruction.op == "cp":  # what is written is named first
+        spaces = [m.partition("__")[0] for m in instruction.mods]
+        return next((s for s in spaces if s in (GLOBAL, SHARED)), "") == GLOBAL
+    return instruction.op in ("st", "atom", "red")
 
 
 def _without_space(instruction: Instruction) -> str:
@@ -102,8 +111,7 @@ class Line:
         counts, instruction = launch.counts, launch.code.program.instructions[pc]
         kind = class_of(instruction)
         self.instructions[kind] = self.instructions.get(kind, 0) + int(counts.warps[pc])
-        stores = instruction.op in ("st", "atom", "red")
-        (self.stores if stores else self.loads).add(counts.global_[pc])
+        (self.stores if _stores(instruction) else self.loads).add(counts.global_[pc])
         self.shared.add(counts.shared[pc])
 
 

@@ -278,18 +278,18 @@ def _arrive(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
         woken: list[tuple[int, Group]] = []
         for place, members in _together(where).items():
             barrier = barriers.find(pc, *place, int(lanes[members[0]]))
-            arrivals = np.ones(len(members), int) if expects else numbers[members].astype(int)
+            arrivals = np.ones(lanes.size, int) if expects else numbers.astype(int)
             # All at once, unless a phase ends among them.
-            parts = [members] if arrivals.sum() <= barrier.pending else [[i] for i in members]
-            for part in parts:
+            together = arrivals[members].sum() <= barrier.pending
+            for part in [members] if together else [[i] for i in members]:
                 lane = int(lanes[part[0]])
-                before = np.concatenate([[0], np.cumsum(arrivals[: len(part) - 1])])
+                before = np.cumsum(arrivals[part]) - arrivals[part]
                 states[part] = barrier.phase << _PENDING_BITS | barrier.pending - before
                 if releases and chunk.checks is not None:
                     chunk.checks.clocks.leave_at(barrier.gathering, lanes[part])
                 if expects:
                     barriers.count_bytes(barrier, int(numbers[part].sum()), pc, lane)
-                count = int(arrivals[0] if len(part) == 1 else arrivals.sum())
+                count = int(arrivals[part].sum())
                 barrier.count -= count if drops else 0
                 phase = barrier.phase
                 woken += barriers.arrive(barrier, count, pc, lane)

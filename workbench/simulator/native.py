@@ -168,13 +168,12 @@ def _forget_readers(
     shadow: Any, g: int, who: int, now: int, flags: int, clock: Any, owner: Any, line: int,
     seen: Any, lane: int, threads: int,
 ) -> int:  # fmt: skip
-    """Before a write: the tag of a reader that it races with, or NOBODY."""
+    """Of those that are left, before a write: one that it races with, by its tag, or NOBODY."""
     for column in (READ, WARP_READ, OTHER_READ):
         reader = shadow[g, column]
         if (
             reader >= 0
             and not (reader & flags & STRONG)
-            and not _clearly_ordered(reader, shadow[g, column + 1], who, now)
             and not _ordered(
                 reader, shadow[g, column + 1], who, now, clock, owner, line, seen, lane, threads
             )
@@ -182,6 +181,19 @@ def _forget_readers(
             return int(reader)
         shadow[g, column] = NOBODY
     return NOBODY
+
+
+@_kept(njit)
+def _readers_are_done(shadow: Any, g: int, who: int, now: int) -> bool:
+    """Forget those readers that are clearly before a write; whether these are all."""
+    done = True
+    for column in (READ, WARP_READ, OTHER_READ):
+        reader = shadow[g, column]
+        if reader >= 0 and not _clearly_ordered(reader, shadow[g, column + 1], who, now):
+            done = False
+        else:
+            shadow[g, column] = NOBODY
+    return done
 
 
 @_kept(njit)
@@ -264,7 +276,7 @@ def track(
             if code == 0 and write:
                 if busy.size > 0 and busy[g] >= 0:
                     last, code = busy[g], STILL_READ
-                else:
+                elif not _readers_are_done(shadow, g, who, now):
                     last = _forget_readers(
                         shadow, g, who, now, flags, clock, owner, line, seen, lane, threads
                     )
@@ -319,7 +331,7 @@ def track_engine(
             if code == 0 and write:
                 if busy.size > 0 and busy[g] >= 0:
                     last, code = busy[g], STILL_READ
-                else:
+                elif not _readers_are_done(shadow, g, who, now):
                     last = _forget_readers(
                         shadow, g, who, now, flags, clock, clock, line, seen, 0, threads
                     )

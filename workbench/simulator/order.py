@@ -70,7 +70,7 @@ class Knowledge:
         program, grid = launch.code.program, launch.grid
         self.clocks = needs_clocks(program, launch.cluster)
         shape = (grid, grid * launch.threads) if self.clocks else (2 * grid, grid)
-        wanted = synchronises(program) and grid > 1
+        wanted = synchronises(program) and (self.clocks or grid > 1)
         self.complete = not wanted or shape[0] * shape[1] <= MAX_KNOWN
         self.clock = np.full((1, 1), _NEVER if self.complete else _ALWAYS, np.int64)
         if wanted and self.complete:
@@ -329,6 +329,17 @@ class Clocks(Order):
 
     def _joined(self, old: Any, news: Any) -> Any:
         return news if old is None else np.maximum(old, news)
+
+    def acquire(self, lanes: Array, addresses: Array, relaxed: bool) -> None:
+        """Lanes read a value: if what its writers knew is not kept, they are taken to know all."""
+        if self.knowledge.complete:
+            super().acquire(lanes, addresses, relaxed)
+            return
+        size = self.chunk.launch.cluster * self.chunk.threads
+        for lane in lanes.tolist():
+            first = lane // size * size
+            own = self.seen[lane, :, : self.chunk.threads]
+            own[...] = self.times[first : first + size].reshape(own.shape)
 
     def _learn(self, lane: int, news: Any) -> None:
         # What one thread has learnt of other blocks, its whole block is taken to know.

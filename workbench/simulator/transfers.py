@@ -70,7 +70,6 @@ def reach(
             addresses, GLOBAL_BASE, chunk.global_memory.rights, access.size,
             native.READABLE | native.WRITABLE if access.write else native.READABLE,
         )  # fmt: skip
-        chunk.launch.writes += access.write
     elif access.space == "shared":
         memory = chunk.shared
         offsets, bad, code = native.find_in_own(
@@ -94,6 +93,7 @@ def reach(
         )
     if bad >= 0:
         raise bad_address(chunk, access, int(addresses[bad]), int(lanes[bad]), code)
+    chunk.launch.writes += access.write
     if chunk.checks is not None and access.space not in ("local", "param"):
         _check(chunk, access, offsets, lanes, lanes if users is None else users)
     return memory, offsets

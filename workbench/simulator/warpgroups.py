@@ -29,7 +29,7 @@ from workbench.simulator.engine import NOWHERE, Chunk, Extension, Group, Outcome
 from workbench.simulator.faults import SimulationError, at
 from workbench.simulator.native import WARP
 from workbench.simulator.ops import DTYPES, UnknownInstructionError
-from workbench.simulator.ptx import SIZES, Imm, Instruction, Operand, Reg, Vec
+from workbench.simulator.ptx import SIZES, Imm, Instruction, Operand, Pair, Reg, Vec
 from workbench.simulator.tensor import C, G, elements_in_register, gather, places_a, scatter
 from workbench.simulator.transfers import Access, bad_address, collision
 
@@ -120,6 +120,8 @@ class Warpgroups(Extension):
 
     def touch(self, group: Group, pc: int, reads: Array, writes: Array, copies: bool) -> None:
         """An instruction reads and writes some watched registers, by their index."""
+        if not self.under_way and (copies or not writes.size):
+            return
         warps = self._warps(group)
         if self.under_way:
             for rows, table, did in (
@@ -197,6 +199,8 @@ def _registers_in(operand: Operand) -> list[int]:
             return [index]
         case Vec(items):
             return [index for item in items for index in _registers_in(item)]
+        case Pair(first, second):
+            return _registers_in(first) + _registers_in(second)
     return []
 
 
