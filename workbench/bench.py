@@ -15,14 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from workbench import compile as compiler
-from workbench.problem import DTYPES
-
-Array = Any
+from workbench.problem import DTYPES, Array
 
 REPEATS = 10
 SECONDS_PER_ROW = 1.0  # a row stops repeating after this; a single slow call may pass it

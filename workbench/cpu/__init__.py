@@ -14,15 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from workbench.cpu import dense
 
 if TYPE_CHECKING:
     from workbench.cpu.kernels import Scores, Tiles
-    from workbench.problem import Arrays, Problem
-
-Array = npt.NDArray[Any]
+    from workbench.problem import Arrays, HostArray, Problem
 
 # Multiply-adds of both matrix products below which NumPy is done before the threads have begun.
 DENSE_WORK = 1 << 21
@@ -98,12 +95,14 @@ def attention_backward(problem: Problem, arrays: Arrays) -> None:
         _deliver(dbias, arrays.dbias)
 
 
-def vector_add(a: Array, b: Array, out: Array) -> None:
+def vector_add(a: HostArray, b: HostArray, out: HostArray) -> None:
     """Fill `out` with a + b."""
     np.add(a, b, out=out)
 
 
-def merge_attention(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+def merge_attention(
+    outs: Sequence[HostArray], lses: Sequence[HostArray], out: HostArray, lse: HostArray
+) -> None:
     """Fill `out` and `lse` with attention over all keys, from results over parts of them.
 
     A part without keys, (0, -inf), leaves the others as they are to the bit: it adds -0, and the
@@ -169,11 +168,11 @@ def _scores(problem: Problem, arrays: Arrays) -> Scores:
     def window(end: int | None) -> int:
         return kernels.OPEN_WINDOW if end is None else min(end, kernels.OPEN_WINDOW)
 
-    def lengths(given: Array | None, seqlen: int) -> Array:
+    def lengths(given: HostArray | None, seqlen: int) -> HostArray:
         full = np.full(problem.batch, seqlen)
         return full if given is None else np.minimum(given, full)
 
-    def described(x: Array | None) -> tuple[int, tuple[int, int, int, int]]:
+    def described(x: HostArray | None) -> tuple[int, tuple[int, int, int, int]]:
         if x is None:
             return 0, (0, 0, 0, 0)
         batch, head, row, col = (stride // x.itemsize for stride in x.strides)
@@ -193,19 +192,19 @@ def _scores(problem: Problem, arrays: Arrays) -> Scores:
     )
 
 
-def _ready(real: str, *inputs: Array) -> list[Array]:
+def _ready(real: str, *inputs: HostArray) -> list[HostArray]:
     """Contiguous in the accumulator's dtype: as they are, or a copy."""
     return [np.ascontiguousarray(x, real) for x in inputs]
 
 
-def _target(output: Array, real: str) -> Array:
+def _target(output: HostArray, real: str) -> HostArray:
     """Where a kernel writes an output: the array itself, or one in a kernel's form."""
     if output.dtype == real and output.flags.c_contiguous:
         return output
     return np.empty(output.shape, real)
 
 
-def _deliver(filled: Array, output: Array) -> None:
+def _deliver(filled: HostArray, output: HostArray) -> None:
     if filled is not output:
         output[...] = filled
 
@@ -213,7 +212,7 @@ def _deliver(filled: Array, output: Array) -> None:
 def _run(
     kernel: Callable[..., None],
     real: str,
-    arrays: tuple[Array, ...],
+    arrays: tuple[HostArray, ...],
     how: tuple[Scores, Tiles],
     items: int,
 ) -> None:
