@@ -126,6 +126,29 @@ def merge_attention(
     lse[...] = merged_lse
 
 
+def layer_norm(x: HostArray, weight: HostArray, bias: HostArray, eps: float) -> HostArray:
+    """Rows of mean 0 and variance 1, in their learned range, from a contiguous float32 matrix."""
+    from workbench.cpu import kernels
+
+    out = np.empty_like(x)
+    _share(kernels.layer_norm, len(x), x, weight, bias, eps, out)
+    return out
+
+
+def activate(
+    x: HostArray, bias: HostArray, width: int, gate: tuple[float, float] | None = None
+) -> None:
+    """Add a bias to a contiguous float32 matrix and bend its first `width` columns, in place.
+
+    The step of an MLP between its products: by the exact GELU, or with ``gate = (slope, cubic)`` by
+    x * sigmoid(slope * x + cubic * x^3).
+    """
+    from workbench.cpu import kernels
+
+    slope, cubic = gate or (0.0, 0.0)
+    _share(kernels.activate, len(x), x, bias, width, gate is None, slope, cubic)
+
+
 # ------------------------------------------------------------------------------ from call to kernel
 
 
@@ -216,8 +239,13 @@ def _run(
     how: tuple[Scores, Tiles],
     items: int,
 ) -> None:
+    _share(kernel, items, *arrays, *how, real=real)
+
+
+def _share(kernel: Callable[..., None], items: int, *arguments: Any, real: str = "float32") -> None:
+    """Run a kernel on as many threads as there are, or items for them."""
     from workbench.cpu import kernels, threads
 
     compiled = kernels.load(kernel, real)
     counter = np.zeros(1, np.int64)  # the next item that nobody has taken
-    threads.share(lambda: compiled(*arrays, *how, counter), min(threads.available(), items))
+    threads.share(lambda: compiled(*arguments, counter), min(threads.available(), items))
