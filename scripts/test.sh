@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # Without a driver the toolchain still comes along: every kernel is compiled without a GPU.
 toolchain=$(driver_toolchain)
-prepare_environment "${toolchain:-simulator}" plot dev
+prepare_environment "${toolchain:-simulator}" plot onnx dev
 cd "$root"
 
 say "ruff"

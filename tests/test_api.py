@@ -17,7 +17,14 @@ import pytest
 from oracle import sum_to
 
 import workbench
-from workbench import attention, attention_backward, merge_attention, reference, vector_add
+from workbench import (
+    attention,
+    attention_backward,
+    attention_weights,
+    merge_attention,
+    reference,
+    vector_add,
+)
 
 HOSTS = ("reference", "cpu")
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -60,6 +67,7 @@ def answer(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
     [
         (attention, ["q", "k", "v"]),
         (attention_backward, ["dout", "q", "k", "v", "out", "lse"]),
+        (attention_weights, ["q", "k", "lse"]),
         (merge_attention, ["outs", "lses"]),
         (vector_add, ["a", "b"]),
         (workbench.explain, ["q", "k", "v"]),

@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_help_names_every_command(run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("demo", "list", "compare", "show", "doctor"):
+    for command in ("demo", "list", "compare", "show", "inspect", "vit", "doctor"):
         assert command in out
 
 
@@ -200,6 +200,88 @@ def test_show_one_step(run) -> None:
     _, out, _ = run("show", "attention_naive_fwd", "--step", "1")
     titles = {pair.title for pair in show.read_pairs("attention_naive_fwd")}
     assert [title for title in titles if title in out] == [t for t in titles if t.startswith("1.")]
+
+
+# ----------------------------------------------------------------------------------------- vit
+
+CHECKPOINTS = Path(__file__).parent / "data" / "vit"
+PORTRAIT = Path(cli.__file__).parent / "vit" / "data" / "portrait.jpg"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_vit_names_classes_and_times(run, width: int) -> None:
+    weights = str(CHECKPOINTS / "hf_dinov2")
+    arguments = ["vit", str(PORTRAIT), "--weights", weights, "--top", "3", "--backend", "cpu"]
+    code, out, err = run(*arguments, width=width)
+    assert (code, err) == (0, "")
+    assert all(len(line) <= width for line in out.splitlines())
+    shares = [float(x) for x in re.findall(r"^(?:ant|bee|cat|dog|eel) .* ([\d.]+)%$", out, re.M)]
+    assert len(shares) == 3
+    assert shares == sorted(shares, reverse=True)
+    assert "2 blocks of 2 heads, 16 wide; 16 x 16 pixels, 4 x 4 patches of 4 x 4" in out
+    for stage in ("read the weights", "prepare the picture", r"run the model \(cpu\)"):
+        assert re.search(rf"^{stage} +[\d.]+ [mu]?s$", out, re.M), stage
+    assert "draw the map" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("hf_dinov2", [], (904, 448)),
+        ("hf_dinov2", ["--rollout", "--mass", "0.6"], (904, 448)),
+        ("hf_dinov2", ["--heads", "--query", "1,2", "--block", "0", "--size", "24,16"], (606, 448)),
+        ("hf_siglip", ["--backend", "reference"], (904, 448)),
+        ("timm_avg_grey", ["--query", "0,3"], (904, 269)),
+    ],
+    ids=str,
+)
+def test_vit_draws_maps(
+    run, tmp_path: Path, name: str, options: list[str], size: tuple[int, int]
+) -> None:
+    file = tmp_path / "map.png"
+    weights = str(CHECKPOINTS / name)
+    options = ["--backend", "cpu", *options]
+    code, out, _ = run("vit", str(PORTRAIT), "--weights", weights, "--map", str(file), *options)
+    assert code == 0
+    assert f"Attention map written to {file}" in " ".join(out.split())
+    with Image.open(file) as picture:
+        assert picture.size == size
+        assert max(band[1] - band[0] for band in picture.getextrema()) > 60
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--weights": "no/such/folder"}, "no/such/folder: no such file"),
+        ({"--weights": __file__}, "weights are read from .safetensors and .npz files"),
+        ({"--map": "no/such/folder/map.png"}, "--map: there is no folder"),
+        ({"--map": "map.txt"}, "--map: map.txt is not the name of a picture file"),
+        ({"--map": "map.png", "--query": "9,9"}, "query (9, 9) lies outside the map"),
+        ({"--map": "map.png", "--query": "9"}, "--query is '9'; it takes two integers"),
+        ({"--map": "map.png", "--block": "2"}, "block is 2; the model has 2, from 0"),
+        ({"--map": "map.png", "--mass": "2"}, "mass must be above 0 and at most 1, got 2.0"),
+        ({"--size": "x"}, "--size is 'x'; it takes one integer or two, none negative"),
+        ({"--size": "17"}, "divide into patches of (4, 4); got (17, 17)"),
+        ({"--size": "0"}, "image_size must be positive"),
+        ({"--backend": "gpu"}, "backend is 'gpu'"),
+    ],
+    ids=str,
+)
+def test_vit_says_what_is_wrong(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"--weights": str(CHECKPOINTS / "hf_dinov2"), "--backend": "cpu"} | change
+    code, _, err = run("vit", str(PORTRAIT), *[x for pair in options.items() for x in pair])
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vit_refuses_what_is_no_picture(run) -> None:
+    code, _, err = run("vit", __file__, "--weights", str(CHECKPOINTS / "hf_dinov2"))
+    assert code == 2
+    assert "not a picture that can be read" in " ".join(err.split())
 
 
 # -------------------------------------------------------------------------------------- doctor

@@ -1,10 +1,8 @@
-"""The vision transformer: timm's own answers, damaged files, pictures and maps."""
+"""The vision transformer: every option against the equations, pictures, and maps."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,15 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file, save_file
+from scipy.special import ndtr
 
-from workbench import reference, vit
-from workbench.vit import maps
+from workbench import attention_weights, vit
+from workbench.vit import layers, maps
 from workbench.vit.images import RESAMPLING, Preprocessing
-from workbench.vit.model import gelu, weight_shapes
+from workbench.vit.model import weight_shapes
+from workbench.vit.positions import interpolation, resize_positions
 
-TIMM_CLS = Path(__file__).parent / "data" / "vit" / "timm_cls"
-TOLERANCE = 5e-6  # of the largest value; float32 PyTorch is within 8e-7 of the truth
+Array = np.ndarray[Any, Any]
+
 SMALL = vit.ViTConfig(
     image_size=(12, 18),
     patch_size=(4, 6),
@@ -34,134 +33,124 @@ SMALL = vit.ViTConfig(
     num_classes=5,
     eps=1e-3,
 )
+IMAGES = np.random.default_rng(0).normal(size=(2, 3, 12, 18)).astype(np.float32)
 
 
-def error(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+def error(got: Array, expected: Array) -> float:
     """The largest difference in units of the largest expected value; NaN counts as infinite."""
     difference = np.abs(np.asarray(got, dtype=np.float64) - expected).max()
     return float(np.nan_to_num(difference / np.abs(expected).max(), nan=np.inf))
 
 
-def states(result: vit.Result) -> dict[str, Any]:
-    """All of a result under the fixture's names."""
-    named = {"embed": result.embed, "tokens": result.tokens, "features": result.features}
-    named |= {f"block_{i}": block for i, block in enumerate(result.blocks)}
-    return named if result.logits is None else named | {"logits": result.logits}
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray[Any, Any]]:
-    with np.load(TIMM_CLS / "expected.npz") as arrays:
-        return dict(arrays)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the checkpoint that a test may damage."""
-    return Path(shutil.copytree(TIMM_CLS, tmp_path / "model"))
-
-
 # ------------------------------------------------------------------------------------- the model
 
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_agrees_with_timm(backend: str, expected: dict[str, np.ndarray[Any, Any]]) -> None:
-    model = vit.load(TIMM_CLS)
-    got = states(model(expected["image"], return_states=True, backend=backend))
-    assert set(got) == set(expected) - {"image"}
-    for name, value in got.items():
-        assert value.dtype == np.float32
-        assert value.shape == expected[name].shape
-        assert error(value, expected[name]) <= TOLERANCE, name
+BENDS = {
+    "gelu": lambda a: a * (1 + math.erf(a / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda a: a * (1 + math.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))) / 2,
+    "quick_gelu": lambda a: a / (1 + math.exp(-1.702 * a)),
+    "silu": lambda a: a / (1 + math.exp(-a)),
+}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cuda", "numba"])
-def test_agrees_with_timm_on_cupy(backend: str, expected: dict[str, np.ndarray[Any, Any]]) -> None:
-    import cupy
+def spelled_out(config: vit.ViTConfig, w: dict[str, Array], image: Array) -> dict[str, Array]:
+    """One image, in float64 and with loops, from the papers' equations alone."""
 
-    model = vit.load(TIMM_CLS)
-    images = cupy.asarray(expected["image"])
-    result = model(images, return_states=True, return_attention=[0], backend=backend)
-    for name, value in states(result).items():
-        assert isinstance(value, cupy.ndarray)
-        # cuBLAS may add in another order than timm's CPU run, no more.
-        assert error(value.get(), expected[name]) <= TOLERANCE, name
-    q, k, lse = result.attention[0]
-    weights = vit.attention_map(q, k, lse, [0, -1])
-    assert isinstance(weights, cupy.ndarray)
-    on_host = vit.attention_map(q.get(), k.get(), lse.get(), [0, -1])
-    np.testing.assert_allclose(weights.get(), on_host, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"eps": 1e-12}, {"eps": 1e-5}, {"heads": 8}, {"heads": 2}],
-    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
-)
-def test_fixture_shows_every_option(
-    change: dict[str, Any], expected: dict[str, np.ndarray[Any, Any]]
-) -> None:
-    model = vit.load(TIMM_CLS)
-    wrong = vit.ViT(replace(model.config, **change), load_file(TIMM_CLS / "model.safetensors"))
-    result = wrong(expected["image"], backend="reference")
-    assert error(result.tokens, expected["tokens"]) > 4 * TOLERANCE
-
-
-def spelled_out(
-    config: vit.ViTConfig, w: dict[str, np.ndarray[Any, Any]], image: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    """Logits of one image, in float64 and with loops, from the paper's equations alone."""
-
-    def norm(x: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    def norm(x: Array, name: str) -> Array:
         rows = [(row - row.mean()) / math.sqrt(row.var() + config.eps) for row in x]
         return np.stack(rows) * w[name + ".weight"] + w[name + ".bias"]
 
-    def linear(x: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    def linear(x: Array, name: str) -> Array:
         return np.einsum("ni,oi->no", x, w[name + ".weight"]) + w.get(name + ".bias", 0.0)
 
-    (height, width), (patch_h, patch_w) = config.image_size, config.patch_size
-    kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
-    tokens = [
-        np.einsum("chw,ochw->o", image[:, y : y + patch_h, x : x + patch_w], kernel) + bias
-        for y in range(0, height, patch_h)
-        for x in range(0, width, patch_w)
-    ]
-    if config.class_token:
-        tokens.insert(0, w["cls_token"][0, 0])
-    x = np.stack(tokens) + w["pos_embed"][0]
-    head_dim = config.dim // config.heads
-    for i in range(config.depth):
-        block = f"blocks.{i}."
-        qkv = linear(norm(x, block + "norm1"), block + "attn.qkv")
+    def bend(x: Array) -> Array:
+        if config.activation == "swiglu":
+            gate, value = x[:, : config.mlp_hidden], x[:, config.mlp_hidden :]
+            return np.vectorize(BENDS["silu"])(gate) * value
+        return np.vectorize(BENDS[config.activation])(x)
+
+    def gather(q: Array, k: Array, v: Array, block: str) -> Array:
+        head_dim = config.dim // config.heads
         heads = []
         for h in range(config.heads):
-            q, k, v = (
-                qkv[:, part * config.dim + h * head_dim :][:, :head_dim] for part in range(3)
-            )
-            scores = np.exp(q @ k.T / math.sqrt(head_dim))
-            heads.append(scores / scores.sum(axis=1, keepdims=True) @ v)
-        x = x + linear(np.concatenate(heads, axis=1), block + "attn.proj")
-        hidden = linear(norm(x, block + "norm2"), block + "mlp.fc1")
-        bent = np.vectorize(lambda a: a * (1 + math.erf(a / math.sqrt(2))) / 2)(hidden)
-        x = x + linear(bent, block + "mlp.fc2")
-    if config.pool == "avg":
-        first = 1 if config.class_token else 0
-        pooled = norm(x[first:].mean(axis=0)[None], "fc_norm")
+            a, b, c = (x[:, h * head_dim :][:, :head_dim] for x in (q, k, v))
+            if config.qk_norm and block != "pool.":
+                a, b = norm(a, block + "q_norm"), norm(b, block + "k_norm")
+            scores = np.exp(a @ b.T / math.sqrt(head_dim))
+            heads.append(scores / scores.sum(axis=1, keepdims=True) @ c)
+        return linear(np.concatenate(heads, axis=1), block + "proj")
+
+    (height, width), (patch_h, patch_w) = image.shape[1:], config.patch_size
+    kernel, bias = w["patch_embed.weight"], w.get("patch_embed.bias", 0.0)
+    tokens = [
+        np.einsum("chw,ochw->o", image[:, y : y + patch_h, x : x + patch_w], kernel) + bias
+        for y in range(0, height - patch_h + 1, patch_h)
+        for x in range(0, width - patch_w + 1, patch_w)
+    ]
+    x = np.stack(tokens) + w["positions"].reshape(-1, config.dim)
+    if "prefix" in w:
+        x = np.concatenate([w["prefix"], x])
+    if config.pre_norm:
+        x = norm(x, "pre_norm")
+    for i in range(config.depth):
+        block = f"blocks.{i}."
+        q, k, v = np.split(linear(norm(x, block + "norm1"), block + "qkv"), 3, axis=1)
+        x = x + gather(q, k, v, block) * w.get(block + "scale1", 1.0)
+        hidden = bend(linear(norm(x, block + "norm2"), block + "fc1"))
+        x = x + linear(hidden, block + "fc2") * w.get(block + "scale2", 1.0)
+    if config.norm == "tokens":
+        x = norm(x, "norm")
+    seen = x if config.pool_prefix else x[config.prefix_tokens :]
+    if config.pool == "map":
+        probe, qkv = w["pool.probe"][None], w["pool.qkv.weight"]
+        q = probe @ qkv[: config.dim].T + w["pool.qkv.bias"][: config.dim]
+        k, v = np.split(seen @ qkv[config.dim :].T + w["pool.qkv.bias"][config.dim :], 2, axis=1)
+        y = gather(q, k, v, "pool.")
+        y = y + linear(bend(linear(norm(y, "pool.norm"), "pool.fc1")), "pool.fc2")
     else:
-        pooled = norm(x, "norm")[:1]
-    return linear(pooled, "head")[0]
+        y = {
+            "token": lambda: x[:1],
+            "avg": lambda: seen.mean(axis=0)[None],
+            "token+avg": lambda: np.concatenate([x[0], seen.mean(axis=0)])[None],
+            "token+distillation": lambda: (x[:1] + x[1:2]) / 2,
+        }[config.pool]()
+    if config.norm == "pooled":
+        y = norm(y, "pooled_norm")
+    if config.representation:
+        y = np.tanh(linear(y, "representation"))
+    found = {"tokens": x, "features": y[0]}
+    if config.pool == "token+distillation":
+        found["logits"] = (linear(x[:1], "head") + linear(x[1:2], "head_dist"))[0] / 2
+    elif config.num_classes:
+        found["logits"] = linear(y, "head")[0]
+    return found
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {},
-        {"qkv_bias": False},
-        {"pool": "avg"},
-        {"pool": "avg", "class_token": False},
+        {"qkv_bias": False, "patch_bias": False, "head_bias": False},
+        {"qk_norm": True},
+        {"layer_scale": True, "registers": 3},
+        {"pre_norm": True, "norm": "pooled"},
+        {"norm": "none"},
+        {"activation": "gelu_tanh"},
+        {"activation": "quick_gelu"},
+        {"activation": "silu"},
+        {"activation": "swiglu", "layer_scale": True},
+        {"pool": "avg", "norm": "pooled"},
+        {"pool": "avg", "class_token": False, "registers": 2},
+        {"pool": "avg", "pool_prefix": True},
+        {"pool": "map", "class_token": False, "activation": "gelu_tanh"},
+        {"pool": "map", "registers": 1, "pool_prefix": True, "qk_norm": True},
+        {"pool": "token+avg", "registers": 4},
+        {"pool": "token+distillation", "distillation_token": True},
+        {"distillation_token": True},
+        {"representation": 7},
         {"channels": 1, "depth": 1},
+        {"image_size": (15, 19)},
         {"depth": 0},
+        {"num_classes": 0},
     ],
     ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()) or "plain",
 )
@@ -171,23 +160,28 @@ def test_every_option_against_the_equations(change: dict[str, Any]) -> None:
     weights = {n: rng.normal(0.1, 0.5, shape) for n, shape in weight_shapes(config).items()}
     images = rng.normal(0.2, 1, (2, config.channels, *config.image_size))
     result = vit.ViT(config, weights)(images, backend="reference")
-    assert result.logits.dtype == np.float64
-    for image, logits in zip(images, result.logits, strict=True):
-        assert error(logits, spelled_out(config, weights, image)) < 1e-12
-
-
-def test_no_head_no_logits() -> None:
-    model = vit.random_model(replace(SMALL, num_classes=0))
-    result = model(np.ones((1, 3, 12, 18), np.float32), backend="reference")
-    assert result.logits is None
-    assert result.features.shape == (1, 24)
+    for i, image in enumerate(images):
+        wanted = spelled_out(config, weights, image)
+        assert (result.logits is None) == ("logits" not in wanted)
+        for name, value in wanted.items():
+            assert getattr(result, name).dtype == np.float64
+            assert error(getattr(result, name)[i], value) < 1e-12, name
 
 
 def test_states_only_on_request() -> None:
-    result = vit.random_model(SMALL)(np.ones((1, 3, 12, 18), np.float32), backend="reference")
+    result = vit.random_model(SMALL)(IMAGES, backend="reference")
     assert result.embed is None
     assert result.blocks == ()
     assert result.attention == {}
+    assert result.pool_attention is None
+    result = vit.random_model(SMALL)(
+        IMAGES, return_states=True, return_attention=[-1], backend="reference"
+    )
+    assert result.embed.shape == (2, 10, 24)
+    assert [block.shape for block in result.blocks] == [(2, 10, 24)] * 2
+    assert list(result.attention) == [1]
+    assert np.abs(result.blocks[0] - result.embed).max() > 0.01
+    assert (result.grid, result.prefix_tokens, result.has_class_token) == ((3, 3), 1, True)
 
 
 def test_batch_is_its_images_one_by_one() -> None:
@@ -201,29 +195,45 @@ def test_batch_is_its_images_one_by_one() -> None:
 
 
 def test_images_are_left_alone() -> None:
-    images = np.random.default_rng(0).normal(size=(1, 3, 12, 18)).astype(np.float32)
-    before = images.copy()
-    vit.random_model(SMALL)(images, backend="reference")
-    np.testing.assert_array_equal(images, before)
+    before = IMAGES.copy()
+    vit.random_model(SMALL)(IMAGES, backend="reference")
+    np.testing.assert_array_equal(IMAGES, before)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_images_are_computed_in_float32(dtype: Any) -> None:
-    images = np.random.default_rng(0).normal(size=(1, 3, 12, 18)).astype(dtype)
+def test_a_model_gives_the_same_answer_again() -> None:
     model = vit.random_model(SMALL)
-    got = model(images, backend="reference").logits
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, model(images.astype(np.float32), backend="reference").logits)
+    first = model(IMAGES, backend="cpu").logits
+    model(IMAGES.astype(np.float64), backend="cpu")
+    model(np.zeros((1, 3, 8, 12), np.float32), backend="cpu")
+    np.testing.assert_array_equal(model(IMAGES, backend="cpu").logits, first)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves(dtype: Any, backend: str, activation: str) -> None:
+    config = replace(SMALL, activation=activation)
+    model = vit.random_model(config)
+    images = IMAGES.astype(dtype)
+    got = model(images, return_attention=[0], backend=backend)
+    exact = model(images.astype(np.float64), backend="reference")
+    assert got.attention[0].q.dtype == dtype
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for name in ("tokens", "features", "logits"):
+        value = getattr(got, name)
+        assert value.dtype == np.float32
+        assert 0 < error(value, getattr(exact, name)) < 4 * unit
 
 
 @pytest.mark.parametrize(
     ("images", "kind", "message"),
     [
-        (np.zeros((3, 12, 18), np.float32), ValueError, r"\(batch, 3, 12, 18\), got \(3, 12, 18\)"),
-        (np.zeros((1, 3, 18, 12), np.float32), ValueError, r"got \(1, 3, 18, 12\)"),
+        (np.zeros((3, 12, 18), np.float32), ValueError, r"with 3 channel\(s\), got \(3, 12, 18\)"),
         (np.zeros((1, 1, 12, 18), np.float32), ValueError, r"got \(1, 1, 12, 18\)"),
-        (np.zeros((1, 3, 12, 18), np.uint8), TypeError, "preprocessed floats.* got uint8"),
-        ([[0.0]], TypeError, "NumPy or CuPy array, got list"),
+        (np.zeros((1, 3, 12, 17), np.float32), ValueError, r"patches of \(4, 6\); got \(12, 17\)"),
+        (np.zeros((1, 3, 0, 18), np.float32), ValueError, r"got \(0, 18\)"),
+        (np.zeros((1, 3, 12, 18), np.uint8), TypeError, "preprocessed floats .* got uint8"),
+        ([[0.0]], TypeError, "images is a list; it takes a NumPy or CuPy array"),
     ],
 )
 def test_wrong_images(images: Any, kind: type[Exception], message: str) -> None:
@@ -233,19 +243,31 @@ def test_wrong_images(images: Any, kind: type[Exception], message: str) -> None:
 
 def test_unknown_block_number() -> None:
     with pytest.raises(IndexError):
-        vit.random_model(SMALL)(np.zeros((1, 3, 12, 18), np.float32), return_attention=[2])
+        vit.random_model(SMALL)(IMAGES, return_attention=[2])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"heads": 5}, "dim 24 does not divide into 5 heads"),
-        ({"patch_size": (5, 6)}, r"image_size \(12, 18\) does not divide into patches of \(5, 6\)"),
+        ({"patch_size": (13, 6)}, r"image_size \(12, 18\) is less than one patch of \(13, 6\)"),
         ({"dim": 0}, "dim must be positive"),
         ({"patch_size": (0, 6)}, "patch_size must be positive"),
-        ({"depth": -1}, "depth and num_classes must not be negative"),
-        ({"pool": "map"}, 'pool must be "token" or "avg", got \'map\''),
+        ({"depth": -1}, "depth must not be negative, got -1"),
+        ({"registers": -1}, "registers must not be negative"),
+        ({"pool": "max"}, "pool must be one of token, avg, map, .* got 'max'"),
+        ({"norm": "batch"}, "norm must be one of tokens, pooled, none, got 'batch'"),
+        ({"activation": "relu"}, "activation must be one of gelu, .* got 'relu'"),
+        ({"resize": "nearest"}, "resize must be one of bicubic, .* got 'nearest'"),
         ({"class_token": False}, 'pool="token" needs class_token=True'),
+        ({"class_token": False, "pool": "token+avg"}, "needs class_token=True"),
+        ({"pool": "token+distillation"}, "needs distillation_token=True"),
+        ({"pool": "map", "activation": "swiglu"}, "does not go with"),
+        ({"pool": "token+avg", "norm": "pooled"}, "does not go with"),
+        (
+            {"pool": "token+distillation", "distillation_token": True, "representation": 3},
+            "goes without a representation",
+        ),
         ({"eps": math.nan}, "eps must be finite"),
     ],
 )
@@ -254,14 +276,64 @@ def test_impossible_configurations(change: dict[str, Any], message: str) -> None
         replace(SMALL, **change)
 
 
-def test_gelu_is_exact_and_keeps_its_input() -> None:
-    x = np.linspace(-6, 6, 241)
-    exact = [value * (1 + math.erf(value / math.sqrt(2))) / 2 for value in x]
-    np.testing.assert_allclose(gelu(x), exact, rtol=0, atol=1e-15)
-    single = x.astype(np.float32)
-    np.testing.assert_allclose(gelu(single), exact, rtol=0, atol=1e-6)
-    assert gelu(single).dtype == np.float32
-    np.testing.assert_array_equal(single, x.astype(np.float32))
+def test_weights_that_do_not_fit() -> None:
+    weights = dict(vit.random_model(SMALL)._weights)
+    with pytest.raises(ValueError, match=r"labels are 2, but num_classes is 5"):
+        vit.ViT(SMALL, weights, labels=("a", "b"))
+    weights["norm.bias"] = weights["norm.bias"][1:]
+    weights["extra"] = weights.pop("prefix")
+    with pytest.raises(ValueError, match="'prefix' is missing; 'extra' has no place") as caught:
+        vit.ViT(SMALL, weights)
+    assert "'norm.bias' has shape (23,), the configuration asks for (24,)" in str(caught.value)
+    with pytest.raises(ValueError, match=r"and 2\d more"):
+        vit.ViT(SMALL, {})
+
+
+@pytest.mark.parametrize("name", [*layers.ACTIVATIONS, "swiglu"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_activations(
+    name: str, compiled: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "COMPILED_ELEMENTS", 0 if compiled else 1 << 60)
+    rng = np.random.default_rng(2)
+    x = np.concatenate([np.linspace(-30, 30, 2407), rng.normal(size=593)]).reshape(10, 300)
+    bias = rng.normal(size=300)
+    x, bias = x.astype(dtype), bias.astype(dtype)
+    t = (x + bias).astype(np.float64)
+    width = 150 if name == "swiglu" else 300
+    with np.errstate(over="ignore"):
+        exact = np.vectorize(BENDS["silu" if name == "swiglu" else name])(t[:, :width])
+    if name == "swiglu":
+        exact = exact * t[:, width:]
+    got = layers.activate(x.copy(), bias, name, dtype)
+    assert got.dtype == dtype
+    unit = float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(got, exact, rtol=8 * unit, atol=4 * unit)
+
+
+def test_the_compiled_gelu_at_the_ends() -> None:
+    from workbench.cpu import activate
+
+    x = np.array([[0.0, -0.0, 1e30, -1e30, np.inf, np.nan, 3e38, -20.0, 1e-30, -6.0]], np.float32)
+    activate(x, np.zeros(10, np.float32), 10)
+    wanted = [0, 0, 1e30, 0, np.inf, np.nan, 3e38, 0, 5e-31, -6 * ndtr(-6.0)]
+    np.testing.assert_allclose(x[0], np.array(wanted, np.float32), rtol=1e-6, atol=2e-9)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_layer_norm(dtype: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILED_ELEMENTS", 0 if compiled else 1 << 60)
+    rng = np.random.default_rng(4)
+    x = rng.normal(3, 2, (5, 2, 24)).astype(dtype).swapaxes(0, 1)
+    weight, bias = rng.normal(size=(2, 24)).astype(layers.wide(dtype))
+    got = layers.layer_norm(x, weight, bias, 1e-3, dtype)
+    exact = x.astype(np.float64)
+    exact = exact - exact.mean(-1, keepdims=True)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-3) * weight + bias
+    assert got.dtype == dtype
+    assert error(got, exact) < 4 * float(ml_dtypes.finfo(dtype).eps)
 
 
 def test_random_models_are_seeded() -> None:
@@ -274,245 +346,57 @@ def test_random_models_are_seeded() -> None:
     assert all(np.isfinite(each).all() for each in logits)
 
 
-# --------------------------------------------------------------------------- files and their faults
-
-
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    "change",
     [
-        ("vit_tiny_patch16_224", (192, 12, 3, 768)),
-        ("vit_small_patch32_384", (384, 12, 6, 1536)),
-        ("vit_base_patch8_224", (768, 12, 12, 3072)),
-        ("vit_large_patch14_224", (1024, 24, 16, 4096)),
-        ("vit_huge_patch14_224", (1280, 32, 16, 5120)),
+        {},
+        {"activation": "swiglu", "layer_scale": True, "qk_norm": True},
+        {"pool": "map", "activation": "gelu_tanh", "pre_norm": True},
+        {"activation": "quick_gelu", "representation": 7},
     ],
+    ids=["plain", "swiglu", "map", "quick"],
 )
-def test_timm_architectures(name: str, sizes: tuple[int, ...]) -> None:
-    config = vit.timm_config(name)
-    assert (config.dim, config.depth, config.heads, config.mlp_hidden) == sizes
-    patch, image = (int(n) for n in name.removeprefix("vit_").split("patch")[1].split("_"))
-    assert config.image_size == (image, image)
-    assert config.patch_size == (patch, patch)
-    assert (config.num_classes, config.eps, config.qkv_bias, config.pool) == (
-        1000,
-        1e-6,
-        True,
-        "token",
-    )
+def test_everything_stays_on_the_gpu(change: dict[str, Any], dtype: str) -> None:
+    import cupy
+
+    weights = vit.random_model(replace(SMALL, **change))._weights
+    weights = {name: np.asfortranarray(w) for name, w in weights.items()}
+    model = vit.ViT(replace(SMALL, **change), weights)
+    images = IMAGES.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    got = model(cupy.asarray(images), return_states=True, return_attention=[0, 1])
+    exact = model(images.astype(np.float64), backend="reference")
+    unit = float(ml_dtypes.finfo(images.dtype).eps)
+    for name in ("tokens", "features", "logits"):
+        value = getattr(got, name)
+        assert isinstance(value, cupy.ndarray)
+        assert error(value.get(), getattr(exact, name)) < 16 * unit
+    for each in (vit.rollout(got), vit.keep_mass(vit.attention_map(got), 0.6)):
+        assert isinstance(each, cupy.ndarray)
+        assert np.isfinite(each.get()).all()
 
 
-def test_model_args_override_the_architecture() -> None:
-    config = vit.timm_config(
-        "vit_tiny_patch16_224",
-        img_size=[32, 48],
-        patch_size=8,
-        in_chans=1,
-        num_heads=6,
-        mlp_ratio=2.5,
-        qkv_bias=False,
-        global_pool="avg",
-        drop_path_rate=0.1,
-        reg_tokens=0,
-    )
-    assert config == vit.ViTConfig((32, 48), (8, 8), 1, 192, 12, 6, 480, qkv_bias=False, pool="avg")
+# ----------------------------------------------------------------------------- position embeddings
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("resnet50", {}, "architecture 'resnet50' is not one of"),
-        ("vit_small_patch14_reg4_dinov2", {}, "is not one of"),
-        ("vit_tiny_patch16_224", {"reg_tokens": 4}, "reg_tokens must be 0, got 4"),
-        ("vit_tiny_patch16_224", {"init_values": 1e-5}, "init_values must be None, got 1e-05"),
-        ("vit_tiny_patch16_224", {"colour": 1}, "unknown argument colour = 1"),
-        ("vit_tiny_patch16_224", {"embed_dim": "64"}, "embed_dim must be an integer, got '64'"),
-        ("vit_tiny_patch16_224", {"depth": True}, "depth must be an integer, got True"),
-        ("vit_tiny_patch16_224", {"img_size": [32]}, r"img_size must be one integer or two"),
-        (
-            "vit_tiny_patch16_224",
-            {"mlp_ratio": None},
-            "mlp_ratio must be a finite number, got None",
-        ),
-        ("vit_tiny_patch16_224", {"mlp_ratio": math.inf}, "mlp_ratio must be a finite number"),
-        ("vit_tiny_patch16_224", {"architecture": "x"}, "unknown argument architecture = 'x'"),
-        ("vit_tiny_patch16_224", {"qkv_bias": 1}, "qkv_bias must be true or false, got 1"),
-    ],
-)
-def test_what_timm_config_refuses(name: str, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        vit.timm_config(name, **args)
+@pytest.mark.parametrize("method", ["bicubic", "bicubic-antialias", "linear-corners"])
+def test_resized_positions_keep_what_is_constant_and_straight(method: str) -> None:
+    for old, new in ((4, 7), (7, 4), (5, 5), (3, 1), (1, 3)):
+        matrix = interpolation(old, new, method)
+        assert matrix.shape == (new, old)
+        np.testing.assert_allclose(matrix.sum(axis=1), 1, rtol=1e-12)
+    np.testing.assert_allclose(interpolation(5, 5, method), np.eye(5), atol=1e-12)
+    positions = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+    assert resize_positions(positions, (4, 5), method) is positions
+    resized = resize_positions(positions, (6, 3), method)
+    assert resized.shape == (6, 3, 3)
+    assert resized.dtype == np.float32
 
 
-def test_load_reads_the_configuration() -> None:
-    model = vit.load(TIMM_CLS)
-    fixture = json.loads((TIMM_CLS / "fixture.json").read_text())
-    config = model.config
-    assert list(config.image_size) == fixture["img_size"]
-    assert list(config.patch_size) == fixture["patch"]
-    assert (config.dim, config.depth, config.heads) == (
-        fixture["dim"], fixture["depth"], fixture["heads"],
-    )  # fmt: skip
-    assert (config.mlp_hidden, config.eps) == (fixture["mlp_hidden"], fixture["eps"])
-    assert model.preprocessing == Preprocessing((32, 32), 0.9, "bicubic", (0.5,) * 3, (0.5,) * 3)
-
-
-def test_load_takes_the_file_too(expected: dict[str, np.ndarray[Any, Any]]) -> None:
-    logits = vit.load(str(TIMM_CLS / "model.safetensors"))(
-        expected["image"], backend="reference"
-    ).logits
-    assert error(logits, expected["logits"]) <= TOLERANCE
-
-
-def edit_config(folder: Path, **entries: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
-
-
-def test_pretrained_cfg_fills_what_model_args_leave_out(folder: Path) -> None:
-    edit_config(
-        folder,
-        model_args={"patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4},
-        pretrained_cfg={
-            "input_size": [3, 32, 32],
-            "fixed_input_size": True,
-            "num_classes": 1000,
-            "interpolation": "bilinear",
-            "mean": [0.1, 0.2, 0.3],
-        },
-    )
-    model = vit.load(folder)
-    # num_classes at the top level, 10, comes before that of pretrained_cfg.
-    assert model.config == vit.load(TIMM_CLS).config
-    # timm's defaults for data are ImageNet's, not those of the architecture.
-    assert model.preprocessing == Preprocessing(
-        (32, 32), 0.875, "bilinear", (0.1, 0.2, 0.3), (0.229, 0.224, 0.225)
-    )
-
-
-def test_grey_models(folder: Path) -> None:
-    edit_config(
-        folder,
-        pretrained_cfg={
-            "input_size": [1, 32, 32],
-            "fixed_input_size": True,
-            "mean": [0.5],
-            "std": [0.25],
-        },
-    )
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["patch_embed.proj.weight"] = tensors["patch_embed.proj.weight"][:, :1].copy()
-    save_file(tensors, file)
-    model = vit.load(folder)
-    assert model.config.channels == 1
-    images = vit.preprocess(vit.portrait(), model)
-    assert images.shape == (1, 1, 32, 32)
-    assert model(images, backend="reference").logits.shape == (1, 10)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-def test_other_floating_files(
-    dtype: Any, folder: Path, expected: dict[str, np.ndarray[Any, Any]]
-) -> None:
-    file = folder / "model.safetensors"
-    tensors = {name: tensor.astype(dtype) for name, tensor in load_file(file).items()}
-    save_file(tensors, file)
-    got = vit.load(folder)(expected["image"], backend="reference").logits
-    widened = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    same = vit.ViT(vit.load(folder).config, widened)(expected["image"], backend="reference").logits
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, same)
-
-
-def test_bfloat16_needs_no_import_by_the_user(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({n: t.astype(ml_dtypes.bfloat16) for n, t in load_file(file).items()}, file)
-    code = f"from workbench import vit; vit.load({str(folder)!r})"
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("norm.bias", None, "tensor 'norm.bias' is missing"),
-        ("blocks.1.attn.qkv.bias", None, "tensor 'blocks.1.attn.qkv.bias' is missing"),
-        (
-            "reg_token",
-            np.zeros((1, 4, 64), np.float32),
-            "tensor 'reg_token' has no place in this model",
-        ),
-        (
-            "blocks.0.mlp.fc1.weight",
-            np.zeros((64, 256), np.float32),
-            r"tensor 'blocks.0.mlp.fc1.weight' has shape \(64, 256\), .* asks for \(256, 64\)",
-        ),
-        ("pos_embed", np.zeros((1, 16, 64), np.float32), r"tensor 'pos_embed' .* \(1, 17, 64\)"),
-        ("head.bias", np.zeros(10, np.int32), "tensor 'head.bias' has dtype I32"),
-    ],
-)
-def test_tensors_that_do_not_fit(
-    folder: Path, name: str, change: np.ndarray[Any, Any] | None, message: str
-) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    if change is None:
-        del tensors[name]
-    else:
-        tensors[name] = change
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=message) as caught:
-        vit.load(folder)
-    assert str(file) in str(caught.value)
-
-
-def test_many_faults_make_a_short_message(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({"x": np.zeros(1, np.float32)}, file)
-    with pytest.raises(ValueError, match="and 25 more"):
-        vit.load(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, -1, -1000])
-def test_truncated_weights(folder: Path, keep: int) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file"):
-        vit.load(folder)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        pytest.param("[" * 100_000, "not JSON", id="nested"),
-        ("\ufffd" * 3, "not JSON"),
-        ("[]", "no entry 'architecture'"),
-        ('{"model_type": "vit"}', "no entry 'architecture'"),
-        ('{"architecture": "vit_tiny_patch16_224", "model_args": 3}', "model_args must be"),
-        ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"crop_mode": "squash"}}',
-         "crop_mode must be 'center', got 'squash'"),
-        ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5]}}',
-         r"mean must be 3 number\(s\), got \[0.5\]"),
-        ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"interpolation": "best"}}',
-         "interpolation must be one of"),
-        ('{"architecture": "vit_tiny_patch16_224", "num_classes": "ten"}',
-         "num_classes must be an integer, got 'ten'"),
-        ('{"architecture": "vit_tiny_patch16_224"}', "tensor 'blocks.2.norm1.weight' is missing"),
-    ],
-)  # fmt: skip
-def test_bad_configurations(folder: Path, text: str, message: str) -> None:
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message) as caught:
-        vit.load(folder)
-    assert str(folder) in str(caught.value)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_missing_files(folder: Path, missing: str) -> None:
-    (folder / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=missing):
-        vit.load(folder)
+def test_the_corners_of_linear_interpolation_stay() -> None:
+    matrix = interpolation(4, 7, "linear-corners")
+    np.testing.assert_allclose(matrix @ [0, 2, 4, 6], np.arange(7))
 
 
 # --------------------------------------------------------------------------------------- pictures
@@ -545,9 +429,10 @@ def test_preprocess_from_its_definition(size: tuple[int, int]) -> None:
     wave = np.sin(np.arange(width) / 5) + np.cos(np.arange(height)[:, None] / 7)
     pixels = 60 * wave[..., None] + rng.normal(128, 30, (height, width, 3))
     pixels = pixels.clip(0, 255).astype(np.uint8)
-    how = Preprocessing((32, 32), 0.9, "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    imagenet = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    how = Preprocessing((32, 32), (35, 35), **imagenet)
 
-    target = 35  # floor(32 / 0.9)
+    target = 35
     new_width = int(target * max(width / height, 1))
     new_height = int(target * max(height / width, 1))
     small = shrink(shrink(pixels, new_width, 1), new_height, 0)
@@ -573,13 +458,13 @@ def test_centre_crop_rounds_as_torchvision(extra: int, offset: int, wide: bool) 
     wanted = pixels[:, offset : offset + 8]
     if not wide:
         pixels, wanted = pixels.swapaxes(0, 1), wanted.swapaxes(0, 1)
-    how = Preprocessing((8, 8), 1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+    how = Preprocessing((8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
     got = vit.preprocess(pixels, how)[0]
-    np.testing.assert_array_equal(got, np.float32(wanted.transpose(2, 0, 1)) / np.float32(255))
+    np.testing.assert_allclose(got, wanted.transpose(2, 0, 1) / 255, rtol=2e-7)
 
 
 def test_preprocess_for_other_than_square_inputs() -> None:
-    how = Preprocessing((20, 40), 0.8, mean=(0.0,) * 3, std=(1.0,) * 3)
+    how = Preprocessing((20, 40), (25, 50), "cover", mean=(0.0,) * 3, std=(1.0,) * 3)
     # 25 x 50 is asked for; a 100 x 100 picture must be 50 x 50 to cover it.
     pixels = np.zeros((100, 100, 3), np.uint8)
     pixels[30:70] = 255  # rows 15 to 35 of the 50, of which the crop keeps these
@@ -602,12 +487,48 @@ def test_preprocess_takes_models_arrays_and_batches() -> None:
 
 
 def test_preprocess_to_grey() -> None:
-    how = Preprocessing((4, 4), 1.0, mean=(0.0,), std=(0.5,))
+    how = Preprocessing((4, 4), mean=(0.0,), std=(0.5,))
     red = np.zeros((4, 4, 3), np.uint8)
     red[..., 0] = 255
     got = vit.preprocess(red, how)
     assert got.shape == (1, 1, 4, 4)
     np.testing.assert_allclose(got, 2 * 0.299, atol=0.01)  # luma of red, ITU-R 601
+
+
+def test_preprocess_without_the_proportions() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype=np.uint8)
+    how = Preprocessing((6, 6), (8, 8), "exact", "floor", "box", mean=(0.0,) * 3, std=(1.0,) * 3)
+    got = vit.preprocess(pixels, how)
+    squashed = pixels.reshape(8, 8, 2, 3).mean(axis=2)[1:7, 1:7].transpose(2, 0, 1) / 255
+    np.testing.assert_allclose(got[0], squashed, atol=0.51 / 255)
+
+
+@pytest.mark.parametrize(("centre", "left"), [("round", 2), ("floor", 1)])
+def test_half_a_pixel_is_rounded_as_the_library_does(centre: str, left: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 11, 3), dtype=np.uint8)
+    how = Preprocessing((8, 8), centre=centre, mean=(0.0,) * 3, std=(1.0,) * 3)
+    got = vit.preprocess(pixels, how)[0] * 255
+    np.testing.assert_allclose(got, pixels[:, left : left + 8].transpose(2, 0, 1), atol=1e-4)
+
+
+def test_preprocess_for_another_size() -> None:
+    how = Preprocessing((16, 16), (20, 20))
+    assert how.for_size((32, 32)) == Preprocessing((32, 32), (40, 40))
+    assert how.for_size((8, 24)).resized == (10, 30)
+    assert Preprocessing((16, 16)).for_size((7, 7)).resized == (7, 7)
+    got = vit.preprocess(vit.portrait(), how, image_size=(32, 32))
+    wanted = vit.preprocess(vit.portrait(), Preprocessing((32, 32), (40, 40)))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "map.png"
+    vit.images.save_picture(vit.portrait(), file)
+    whole = file.read_bytes()
+    with pytest.raises(OSError, match="cannot write mode F"):
+        vit.images.save_picture(Image.new("F", (9, 9)), file)
+    assert file.read_bytes() == whole
+    assert [f.name for f in tmp_path.iterdir()] == ["map.png"]
 
 
 @pytest.mark.parametrize(
@@ -627,11 +548,13 @@ def test_what_preprocess_refuses(picture: Any, kind: type[Exception], message: s
     ("change", "message"),
     [
         ({"image_size": (0, 1)}, "image_size must be positive"),
-        ({"crop_pct": 0}, "crop_pct must be above 0"),
-        ({"crop_pct": 1.1}, "at most 1, got 1.1"),
+        ({"resize": (256, 200)}, r"resize must be no less than image_size, got \(256, 200\)"),
+        ({"fit": "longer"}, "fit must be one of shorter, cover, exact, got 'longer'"),
+        ({"centre": "left"}, "centre must be one of round, floor"),
+        ({"rescale": 0.0}, "rescale finite and positive"),
         ({"interpolation": "area"}, "interpolation must be one of nearest"),
         ({"mean": (0.5,)}, "one value a channel"),
-        ({"std": (1.0, 0.0, 1.0)}, "std finite and positive"),
+        ({"std": (1.0, 0.0, 1.0)}, "std and rescale finite and positive"),
     ],
 )
 def test_impossible_preprocessing(change: dict[str, Any], message: str) -> None:
@@ -720,83 +643,121 @@ def test_portrait_is_shipped_with_its_origin() -> None:
 # ------------------------------------------------------------------------------------------- maps
 
 
-def case(
-    heads_q: int = 4, heads_kv: int = 2, tokens_q: int = 7, tokens_k: int = 9
-) -> tuple[np.ndarray[Any, Any], ...]:
-    """q, k, the whole map and lse of a small problem, in float64."""
-    rng = np.random.default_rng(3)
-    q = rng.normal(0.3, 1, (2, heads_q, tokens_q, 5))
-    k = rng.normal(0.2, 1, (2, heads_kv, tokens_k, 5))
-    scores = q @ np.repeat(k, heads_q // heads_kv, axis=1).swapaxes(2, 3) / math.sqrt(5)
-    exps = np.exp(scores)
-    total = exps.sum(axis=-1)
-    return q, k, exps / total[..., None], np.log(total)
+def looked(change: dict[str, Any] | None = None, backend: str = "reference") -> vit.Result:
+    """A result with all that maps need, of a model whose heads differ."""
+    config = replace(SMALL, **(change or {}))
+    rng = np.random.default_rng(6)
+    weights = {n: rng.normal(0.05, 0.4, shape) for n, shape in weight_shapes(config).items()}
+    images = rng.normal(size=(2, 3, *config.image_size))
+    return vit.ViT(config, weights)(images, return_attention=range(2), backend=backend)
 
 
-@pytest.mark.parametrize("tile", [1, 4, 9, 4096])
-def test_attention_map_is_rows_of_the_softmax(tile: int) -> None:
-    q, k, whole, lse = case()
-    rows = [0, 3, -1, 3]
-    got = vit.attention_map(q, k, lse, rows, tile=tile)
-    np.testing.assert_allclose(got, whole[:, :, rows], rtol=1e-12)
-    np.testing.assert_allclose(vit.attention_map(q, k, lse, 2, tile=tile), whole[:, :, 2])
+def matrices(result: vit.Result) -> list[Array]:
+    """The attention matrices of all blocks, in full."""
+    found = []
+    for q, k, _ in result.attention.values():
+        scores = np.exp(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1]))
+        found.append(scores / scores.sum(axis=-1, keepdims=True))
+    return found
 
 
-def test_attention_map_follows_lse_of_attention() -> None:
-    q, k, _, _ = case()
-    _, lse = reference.forward(q, k, k, scale=0.7)
-    got = vit.attention_map(q, k, lse, range(7), scale=0.7)
-    np.testing.assert_allclose(got.sum(axis=-1), 1, rtol=1e-12)
+def test_attention_map_of_the_class_token_and_of_patches() -> None:
+    result = looked({"registers": 2})
+    first, last = matrices(result)
+    shape = (2, 3, 3, 3)
+    np.testing.assert_allclose(vit.attention_map(result), last[:, :, 0, 3:].reshape(shape))
+    patch = vit.attention_map(result, (1, 2), block=0)
+    np.testing.assert_allclose(patch, first[:, :, 3 + 5, 3:].reshape(shape))
+    mean = vit.attention_map(result, (1, 2), block=-2, reduce="mean")
+    np.testing.assert_allclose(mean, patch.mean(axis=1))
 
 
-def test_attention_map_without_leading_axes() -> None:
-    q, k, whole, lse = case()
-    got = vit.attention_map(q[0, 0], k[0, 0], lse[0, 0], [1])
-    np.testing.assert_allclose(got, whole[0, 0, [1]], rtol=1e-12)
+def test_attention_map_of_the_probe() -> None:
+    for prefix in (False, True):
+        change = {"pool": "map", "class_token": False, "registers": 2, "pool_prefix": prefix}
+        result = looked(change)
+        q, k, lse = result.pool_attention
+        assert k.shape[2] == (11 if prefix else 9)
+        weights = attention_weights(q, k, lse)[:, :, 0]
+        np.testing.assert_allclose(weights.sum(axis=-1), 1)
+        got = vit.attention_map(result)
+        np.testing.assert_allclose(got, weights[..., -9:].reshape(2, 3, 3, 3))
 
 
-def test_attention_map_of_halves_is_float32() -> None:
-    q, k, whole, lse = case()
-    half = vit.attention_map(
-        q.astype(ml_dtypes.bfloat16), k.astype(ml_dtypes.bfloat16), lse.astype(np.float32), 1
-    )
-    assert half.dtype == np.float32
-    np.testing.assert_allclose(half, whole[:, :, 1], atol=0.02)
+@pytest.mark.parametrize("tile", [1, 4, 256])
+@pytest.mark.parametrize("residual", [0.5, 0.0, 0.3, 1.0])
+def test_rollout_is_a_row_of_the_product(residual: float, tile: int) -> None:
+    result = looked({"registers": 2})
+    product = np.eye(12)
+    for matrix in matrices(result):
+        product = ((1 - residual) * matrix.mean(axis=1) + residual * np.eye(12)) @ product
+    got = vit.rollout(result, residual=residual, tile=tile)
+    np.testing.assert_allclose(got, product[:, 0, 3:].reshape(2, 3, 3), atol=1e-15)
+    got = vit.rollout(result, (2, 1), residual=residual, tile=tile)
+    np.testing.assert_allclose(got, product[:, 3 + 7, 3:].reshape(2, 3, 3), atol=1e-15)
 
 
-def test_attention_map_of_a_row_that_sees_nothing() -> None:
-    q, k, whole, lse = case()
-    lse[0, 1, 2] = -np.inf
-    got = vit.attention_map(q, k, lse, [2, 3])
-    np.testing.assert_array_equal(got[0, 1, 0], 0)
-    np.testing.assert_allclose(got[1, :, 0], whole[1, :, 2])
-    np.testing.assert_allclose(got[:, :, 1], whole[:, :, 3])
+def test_rollout_of_the_probe() -> None:
+    result = looked({"pool": "map", "class_token": False, "registers": 2})
+    probe = attention_weights(*result.pool_attention, rows=0, reduce="mean")
+    flow = np.concatenate([np.zeros((2, 2)), probe], axis=1)
+    for matrix in reversed(matrices(result)):
+        flow = (flow[:, None] @ (0.5 * matrix.mean(axis=1) + 0.5 * np.eye(11)))[:, 0]
+    np.testing.assert_allclose(vit.rollout(result), flow[:, 2:].reshape(2, 3, 3))
 
 
-def test_attention_map_of_unknown_rows() -> None:
-    q, k, _, lse = case()
-    with pytest.raises(IndexError):
-        vit.attention_map(q, k, lse, 7)
+def test_what_maps_refuse() -> None:
+    result = looked()
+    with pytest.raises(ValueError, match=r"query \(3, 0\) lies outside the map of 3 x 3 patches"):
+        vit.attention_map(result, (3, 0))
+    with pytest.raises(ValueError, match="residual must be from 0 to 1, got 2"):
+        vit.rollout(result, residual=2)
+    with pytest.raises(ValueError, match="tile must be positive"):
+        vit.rollout(result, tile=0)
+    with pytest.raises(ValueError, match="mass must be above 0 and at most 1, got 0"):
+        vit.keep_mass(np.ones((2, 2)), 0)
+    last = vit.random_model(SMALL)(IMAGES, return_attention=[-1], backend="reference")
+    with pytest.raises(ValueError, match=r"block 0 is not in the result: .*\[0\]"):
+        vit.attention_map(last, block=0)
+    with pytest.raises(ValueError, match=r"needs return_attention=range\(2\).* blocks \[1\]"):
+        vit.rollout(last)
+    bare = replace(SMALL, pool="avg", class_token=False)
+    result = vit.random_model(bare)(IMAGES, return_attention=[0, 1], backend="reference")
+    with pytest.raises(ValueError, match="no class token and no probe"):
+        vit.attention_map(result)
+    assert vit.attention_map(result, (0, 0)).shape == (2, 3, 3, 3)
+    empty = vit.random_model(replace(SMALL, depth=0))(IMAGES, backend="reference")
+    with pytest.raises(ValueError, match="needs a model with blocks"):
+        vit.rollout(empty)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_model_keeps_what_a_map_needs(
-    backend: str, expected: dict[str, np.ndarray[Any, Any]]
-) -> None:
-    model = vit.load(TIMM_CLS)
-    result = model(expected["image"], return_states=True, return_attention=[0, -1], backend=backend)
-    assert set(result.attention) == {0, 1}
-    # The first block again, from the stored tokens before it, in float64.
-    w = {n: t.astype(np.float64) for n, t in load_file(TIMM_CLS / "model.safetensors").items()}
-    x = expected["embed"].astype(np.float64)
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-    x = x * w["blocks.0.norm1.weight"] + w["blocks.0.norm1.bias"]
-    qkv = x @ w["blocks.0.attn.qkv.weight"].T + w["blocks.0.attn.qkv.bias"]
-    q, k, _ = qkv.reshape(2, 17, 3, 4, 16).transpose(2, 0, 3, 1, 4)
-    exps = np.exp(q @ k.swapaxes(2, 3) / 4)
-    whole = exps / exps.sum(axis=-1, keepdims=True)
-    got = vit.attention_map(*result.attention[0], range(17))
-    assert error(got, whole) < 1e-5
+def test_keep_mass_keeps_the_fewest_weights() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.random((2, 3, 4, 5))
+    for mass in (0.01, 0.3, 0.6, 0.999):
+        kept = vit.keep_mass(weights, mass).reshape(6, 20)
+        for before, after in zip(weights.reshape(6, 20), kept, strict=True):
+            chosen = after > 0
+            np.testing.assert_array_equal(after[chosen], before[chosen])
+            assert before[chosen].min() > before[~chosen].max(initial=0)
+            total = before.sum()
+            assert after.sum() >= mass * total
+            assert after.sum() - after[chosen].min() < mass * total
+    np.testing.assert_array_equal(vit.keep_mass(weights, 1.0), weights)
+    np.testing.assert_array_equal(vit.keep_mass(np.zeros((3, 2)), 0.5), 0)
+
+
+def test_contact_sheet() -> None:
+    panels = [Image.new("RGB", (56, 28), (i, 0, 0)) for i in range(5)]
+    sheet = np.asarray(vit.contact_sheet(panels))
+    assert sheet.shape == (28 * 2 + 1, 56 * 3 + 2, 3)
+    assert [sheet[0, i * 57, 0] for i in range(3)] == [0, 1, 2]
+    assert [sheet[29, i * 57, 0] for i in range(3)] == [3, 4, 255]
+    assert vit.contact_sheet(panels, 9).width == 56 * 5 + 4
+    with pytest.raises(ValueError, match="panels must be pictures of one size"):
+        vit.contact_sheet([])
+    with pytest.raises(ValueError, match="columns must be positive"):
+        vit.contact_sheet(panels, -1)
 
 
 def test_patch_heads_are_centred_slices_of_the_patches() -> None:
@@ -875,7 +836,7 @@ def test_overlay_shows_the_picture() -> None:
 def test_overlay_frames_the_query() -> None:
     weights = np.zeros((4, 8))
     picture = Image.new("RGB", (64, 32), (90, 90, 90))
-    how = Preprocessing((16, 32), 1.0)
+    how = Preprocessing((16, 32), fit="cover")
     plain = vit.overlay(picture, weights, preprocessing=how, size=256)
     framed = vit.overlay(picture, weights, query=(1, 6), preprocessing=how, size=256)
     assert plain.size == (256, 128)

@@ -1,6 +1,12 @@
 """Exact attention for NumPy and CuPy, from raw CUDA C++ and Numba kernels, without a framework."""
 
-from workbench.api import attention, attention_backward, merge_attention, vector_add
+from workbench.api import (
+    attention,
+    attention_backward,
+    attention_weights,
+    merge_attention,
+    vector_add,
+)
 from workbench.compile import CompileError, ToolchainError
 from workbench.explain import Explanation, explain
 from workbench.problem import Gradients
@@ -18,6 +24,7 @@ __all__ = [
     "ToolchainError",
     "attention",
     "attention_backward",
+    "attention_weights",
     "explain",
     "merge_attention",
     "vector_add",

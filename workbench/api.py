@@ -8,7 +8,7 @@ from typing import Any
 from workbench import dispatch
 from workbench.problem import Array, Gradients
 
-__all__ = ["attention", "attention_backward", "merge_attention", "vector_add"]
+__all__ = ["attention", "attention_backward", "attention_weights", "merge_attention", "vector_add"]
 
 
 def attention(
@@ -174,6 +174,61 @@ kernel
         kernel,
     )  # fmt: skip
     return Gradients(*result)
+
+
+def attention_weights(
+    q: Array,
+    k: Array,
+    lse: Array,
+    *,
+    rows: int | slice | Sequence[int] | None = None,
+    reduce: str | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    layout: str = "bhnd",
+) -> Array:
+    """Rows of the matrix that `attention` multiplies v by, without the rest of it.
+
+    A row of softmax is ``exp(s - lse)`` with the query's scores ``s`` and the log-sum-exp that
+    `attention` returns (equation 12 of Dao, *FlashAttention-2*, 2023). Time and memory are those of
+    the rows that were asked for; the scores are never held for more than a tile of keys.
+
+    Parameters
+    ----------
+    q, k, causal, window, mask, bias, scale, softcap, q_lengths, kv_lengths, layout
+        As given to `attention`.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Its log-sum-exp, from ``return_lse=True``.
+    rows : int, slice or sequence of int, optional
+        The queries to look at; negative ones count from the end. By default all of them: the whole
+        matrix, N x N numbers a head.
+    reduce : {"mean"}, optional
+        The mean over the heads instead of every head.
+
+    Returns
+    -------
+    array, shape (batch, heads_q, rows, seqlen_k)
+        In the dtype of lse, on q's device. A row sums to 1, or is 0 if it sees no key. The heads
+        axis is missing with ``reduce="mean"``, the rows axis with an integer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention` does, and for rows that are none of q's.
+    """
+    return dispatch.weights(
+        {"q": q, "k": k, "lse": lse, "mask": mask, "bias": bias,
+         "q_lengths": q_lengths, "kv_lengths": kv_lengths},
+        rows,
+        reduce,
+        {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout},
+    )  # fmt: skip
 
 
 def merge_attention(

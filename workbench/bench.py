@@ -15,14 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from workbench import compile as compiler
+from workbench.blas import times_transposed
 from workbench.problem import DTYPES
-
-Array = Any
 
 REPEATS = 10
 SECONDS_PER_ROW = 1.0  # a row stops repeating after this; a single slow call may pass it
@@ -116,26 +114,8 @@ def ceiling_gpu(op: str, dtype: str) -> float:
     strip = np.random.default_rng(0).standard_normal((512, n), dtype=np.float32)
     a = cupy.asarray(np.tile(strip.astype(DTYPES[dtype]), (n // 512, 1)))
     out = cupy.empty_like(a)
-    multiply = _gemm_bfloat16 if dtype == "bfloat16" else cupy.matmul
+    multiply = times_transposed if dtype == "bfloat16" else cupy.matmul
     return 2e-12 * n**3 / time_gpu(lambda: multiply(a, a, out=out)).minimum
-
-
-def _gemm_bfloat16(a: Array, b: Array, out: Array) -> None:
-    """Multiply square bfloat16 matrices by cuBLAS; `cupy.matmul` does not take them."""
-    from cupy.cuda.device import get_cublas_handle
-    from cupy_backends.cuda.libs import cublas
-
-    bfloat16 = 14  # CUDA_R_16BF
-    n = len(a)
-    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-    handle = get_cublas_handle()
-    # cuBLAS counts by columns: the transposed product b^T a^T lands as the rows of a b.
-    cublas.gemmEx(
-        handle, cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_N, n, n, n,
-        one.ctypes.data, b.data.ptr, bfloat16, n, a.data.ptr, bfloat16, n,
-        zero.ctypes.data, out.data.ptr, bfloat16, n,
-        cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- devices

@@ -39,6 +39,7 @@ from workbench.problem import (
     MAX_AXES,
     Array,
     Arrays,
+    HostArray,
     MergeArrays,
     Problem,
     VectorArrays,
@@ -267,14 +268,16 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(arrays: dict[str, Array], layout: str) -> _Sizes:
-    """The sizes that q, k and v agree on."""
+    """The sizes that q, k and v agree on; where there are no values, k's stand in for them."""
     shown = _shapes(arrays, _INPUTS)
-    for name in _INPUTS:
+    present = [name for name in _INPUTS if name in arrays]
+    for name in present:
         if not 2 <= arrays[name].ndim <= 4:
             raise ValueError(f"{name} has {arrays[name].ndim} axes; it takes 2 to 4: {shown}")
         if arrays[name].ndim != arrays["q"].ndim:
             raise ValueError(f"{name} must have as many axes as q: {shown}")
-    q, k, v = (canonical(arrays[name], layout).shape for name in _INPUTS)
+    q, k, *values = (canonical(arrays[name], layout).shape for name in present)
+    v = values[0] if values else k
     for axis, label in ((0, "batch"), (1, "heads"), (2, "seqlen")):
         if k[axis] != v[axis]:
             raise ValueError(f"v must have k's {label}, {k[axis]}, but has {v[axis]}: {shown}")
@@ -294,6 +297,12 @@ def _sizes(arrays: dict[str, Array], layout: str) -> _Sizes:
 def _expect_shape(name: str, x: Array, shape: tuple[int, ...], context: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}; it takes {shape}: {context}")
+
+
+def _expect_lse(call: _Call, name: str, context: str) -> None:
+    _expect_shape(name, call.given[name], call.lse_shape, context)
+    if call.given[name].dtype != call.acc:
+        raise TypeError(f"{name} has dtype {call.given[name].dtype}; it takes {call.acc}")
 
 
 @dataclass(slots=True)
@@ -574,9 +583,7 @@ def prepare_attention_backward(
         _expect_shape(name, call.given[name], call.user_shape("out"), context)
     for name in ("lse", "dlse"):
         if name in call.given:
-            _expect_shape(name, call.given[name], call.lse_shape, context)
-            if call.given[name].dtype != call.acc:
-                raise TypeError(f"{name} has dtype {call.given[name].dtype}; it takes {call.acc}")
+            _expect_lse(call, name, context)
     if _flag("return_dbias", return_dbias) and "bias" not in call.given:
         raise ValueError("return_dbias=True needs a bias")
     prepared = _place(call.given, backend)
@@ -592,6 +599,46 @@ def prepare_attention_backward(
         target = None if bias.dtype == call.acc else own.empty(bias.shape, bias.dtype)
         prepared.outputs.append(("dbias", ready["dbias"].reshape(bias.shape), target))
     return _finish(prepared, "attention_backward", call, ready, deterministic=bool(deterministic))
+
+
+def prepare_attention_weights(
+    named: Mapping[str, Any], *, rows: Any, reduce: Any, **options: Any
+) -> tuple[Prepared, HostArray]:
+    """Check a call of `attention_weights`; also returns the rows as integers from 0."""
+    call = _check(named, ("q", "k"), **options)
+    _expect_lse(call, "lse", _shapes(call.given, ("q", "k")))
+    if reduce is not None:
+        _choice("reduce", reduce, ("mean",))
+        if call.ndim == 2:
+            raise ValueError("reduce='mean' needs a heads axis; q and k have 2 axes")
+    chosen = _rows(rows, call.sizes.seqlen_q)
+    prepared = Prepared("reference")
+    ready = _ready_inputs(call, ("q", "k"), prepared.copied)
+    return _finish(prepared, "attention", call, {**ready, "v": None, "out": None}), chosen
+
+
+def _rows(rows: Any, seqlen: int) -> HostArray:
+    """The rows that an integer, a slice, a sequence or None (all of them) asks for."""
+    numbers = np.arange(seqlen)
+    if rows is None:
+        return numbers
+    if isinstance(rows, slice):
+        try:
+            return numbers[rows]
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"rows is {rows}; {error}") from error
+    index = np.asarray(rows)
+    if index.size == 0 and not isinstance(rows, np.ndarray):
+        index = index.astype(np.intp)
+    if index.dtype.kind not in "iu" or index.ndim > 1:
+        raise TypeError(f"rows is {rows!r}; it takes an integer, a sequence of them, or a slice")
+    index = index.reshape(-1)
+    if index.size and not (-seqlen <= index.min() and index.max() < seqlen):
+        raise ValueError(
+            f"rows is {rows!r}; each must be from {-seqlen} to seqlen_q - 1 = {seqlen - 1}"
+        )
+    chosen: HostArray = numbers[index]
+    return chosen
 
 
 # ----------------------------------------------------------------------- vector_add and merging

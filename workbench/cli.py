@@ -1,4 +1,4 @@
-"""The `workbench` command: demo, list, compare, show, inspect and doctor.
+"""The `workbench` command: demo, list, compare, show, inspect, vit and doctor.
 
 Every command here reads its options, calls the module that does the work and prints what
 `workbench.report` makes of it.
@@ -60,7 +60,15 @@ def _user_errors() -> Iterator[None]:
     """Turn the errors that the API documents into the one line that a user sees."""
     from workbench import CompileError, SimulationError, ToolchainError
 
-    expected = ValueError, TypeError, CompileError, ToolchainError, SimulationError, MemoryError
+    expected = (
+        ValueError,
+        TypeError,
+        CompileError,
+        ToolchainError,
+        SimulationError,
+        MemoryError,
+        FileNotFoundError,
+    )
     try:
         yield
     except expected as error:
@@ -313,6 +321,78 @@ def _has_step(stem: str, step: str) -> bool:
     from workbench import show as source
 
     return any(source.is_step(pair.title, step) for pair in source.read_pairs(stem))
+
+
+@app.command()
+def vit(
+    image: Annotated[Path, typer.Argument(help="A picture file.")],
+    weights: Annotated[
+        Path, typer.Option(help="A checkpoint's folder or file: timm, Hugging Face or Google.")
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--map", metavar="FILE.png", help="Draw what it looked at.")
+    ] = None,
+    block: Annotated[int, typer.Option(help="Which block to look into; -1 is the last.")] = -1,
+    query: Annotated[
+        str | None,
+        typer.Option(metavar="ROW,COL", help="The patch that asks.", show_default="class token"),
+    ] = None,
+    heads: Annotated[bool, typer.Option("--heads", help="A map of every head.")] = False,
+    rollout: Annotated[
+        bool, typer.Option("--rollout", help="The flow through all blocks instead of one.")
+    ] = False,
+    mass: Annotated[
+        float | None,
+        typer.Option(help="Show only the largest weights, which hold this share: 0.6."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N or HEIGHT,WIDTH", help="Pixels to look at.", show_default="checkpoint's"
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="Of attention: cuda, numba, cpu, reference, or auto.")
+    ] = "auto",
+) -> None:
+    """Run a vision transformer on a picture: its classes, what it looked at, and the time."""
+    from workbench.vit.images import check_picture_path, save_picture
+    from workbench.vit.look import STAGES, MapChoice, look
+
+    which = None
+    if out is not None:
+        try:
+            check_picture_path(out)
+        except ValueError as error:
+            raise UserError(f"--map: {error}") from error
+        asked = None if query is None else _parse_pair("--query", query)
+        which = MapChoice(asked, block, heads, rollout, mass)
+    pixels = None if size is None else _parse_pair("--size", size, single=True)
+    console = report.make_console()
+    with _user_errors(), report.progress(console, STAGES + (which is not None)) as step:
+        seen = look(image, weights, which=which, image_size=pixels, backend=backend, step=step)
+    report.emit(console, report.look_report(seen, top))
+    if out is not None and seen.map is not None:
+        try:
+            save_picture(seen.map, out)
+        except OSError as error:
+            raise UserError(f"the map cannot be written to {out}: {error}") from error
+        report.emit(console, f"\nAttention map written to {out}")
+
+
+def _parse_pair(option: str, text: str, *, single: bool = False) -> tuple[int, int]:
+    """Parse ``A,B``, or ``A`` for both where a single one is welcome."""
+    try:
+        first, *rest = (int(part) for part in text.split(","))
+    except ValueError:
+        first, rest = -1, []
+    if single and not rest:
+        rest = [first]
+    if len(rest) != 1 or min(first, *rest) < 0:
+        kind = "one integer or two" if single else "two integers"
+        raise UserError(f"{option} is {text!r}; it takes {kind}, none negative")
+    return first, rest[0]
 
 
 @app.command()

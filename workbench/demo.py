@@ -16,7 +16,7 @@ from workbench import KERNELS, comparison, inspection, report
 from workbench import compile as compiler
 from workbench.problem import HOST_BACKENDS
 from workbench.report import UserError
-from workbench.vit.images import portrait, preprocess
+from workbench.vit.images import check_picture_path, portrait, preprocess, save_picture
 from workbench.vit.maps import PORTRAIT_QUERY, overlay, patch_attention, patch_heads
 from workbench.vit.weights import random_model
 from workbench.workload import Workload, random_inputs
@@ -67,7 +67,7 @@ def run(console: Console, out: Path) -> None:
         weights = patch_attention(picture)
         image = overlay(picture, weights, query=PORTRAIT_QUERY, beside=True)
     try:
-        image.save(target)
+        save_picture(image, target)
     except OSError as error:
         raise UserError(f"the map cannot be written to {target}: {error}") from error
     row, column = PORTRAIT_QUERY
@@ -80,10 +80,10 @@ def run(console: Console, out: Path) -> None:
 
 def _target(out: Path) -> Path:
     target = out / FILE_NAME if out.is_dir() else out
-    if not target.parent.is_dir():
-        raise UserError(f"--out: there is no folder {target.parent}")
-    if target.suffix.lower() not in Image.registered_extensions():
-        raise UserError(f"--out: {target} is no folder, and not the name of a picture file")
+    try:
+        check_picture_path(target)
+    except ValueError as error:
+        raise UserError(f"--out: {error}") from error
     return target
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from workbench import checks, table
+import numpy as np
+
+from workbench import checks, probabilities, table
 from workbench import compile as compiler
 from workbench.arrays import device_of
 from workbench.checks import Prepared
@@ -181,6 +183,19 @@ def _run_in_simulator(prepared: Prepared, kernel: str | None) -> None:
     outputs = {name for name, _, _ in prepared.outputs}
     work = row.work(problem, arch)
     simulator.run(work, problem, language, prepared.arrays._asdict(), outputs)
+
+
+def weights(named: Mapping[str, Any], rows: Any, reduce: Any, options: Mapping[str, Any]) -> Any:
+    """Carry out one call of `attention_weights`: array operations, on whichever side q is."""
+    arrays = checks.as_arrays(named)
+    with device_of(arrays.values()):
+        prepared, chosen = checks.prepare_attention_weights(
+            arrays, rows=rows, reduce=reduce, **options
+        )
+        result = probabilities.weights(prepared.problem, prepared.arrays, chosen, reduce == "mean")
+        # As the caller has it: without the leading axes that q has not, nor that of a single row.
+        result = result.reshape(result.shape[4 - arrays["q"].ndim :])
+        return result[..., 0, :] if isinstance(rows, (int, np.integer)) else result
 
 
 def merge(outs: Any, lses: Any, backend: Any) -> tuple[Any, Any]:

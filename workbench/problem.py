@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -30,6 +31,7 @@ MAX_AXES = 4  # what a kernel walks
 MAX_ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 Array = Any  # numpy.ndarray or cupy.ndarray: CuPy is not imported before it is needed
+HostArray = npt.NDArray[Any]  # numpy.ndarray alone
 
 
 @dataclass(frozen=True, slots=True)

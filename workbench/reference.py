@@ -21,16 +21,13 @@ the backend ``"reference"``: they fill the outputs of a checked call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import expit
 
 if TYPE_CHECKING:
-    from workbench.problem import Arrays, Problem
-
-Array = npt.NDArray[Any]
+    from workbench.problem import Arrays, HostArray, Problem
 
 # Hidden scores may overflow, or multiply inf by 0, before they are selected away: no warning for
 # those. The logarithm of an empty row's sum, 0, is the -inf that we want.
@@ -42,15 +39,15 @@ _quiet = np.errstate(all="ignore")
 
 @_quiet
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
     *,
-    visible: Array | None = None,
-    bias: Array | None = None,
+    visible: HostArray | None = None,
+    bias: HostArray | None = None,
     scale: float,
     softcap: float = 0.0,
-) -> tuple[Array, Array]:
+) -> tuple[HostArray, HostArray]:
     """Attention of (batch, heads, seqlen, head_dim) arrays in float64.
 
     Parameters
@@ -77,19 +74,19 @@ def forward(
 
 @_quiet
 def backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
+    dout: HostArray,
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
     *,
-    visible: Array | None = None,
-    bias: Array | None = None,
+    visible: HostArray | None = None,
+    bias: HostArray | None = None,
     scale: float,
     softcap: float = 0.0,
-    dlse: Array | None = None,
-    out: Array | None = None,
-    lse: Array | None = None,
-) -> tuple[Array, Array, Array, Array]:
+    dlse: HostArray | None = None,
+    out: HostArray | None = None,
+    lse: HostArray | None = None,
+) -> tuple[HostArray, HostArray, HostArray, HostArray]:
     """Gradients of a loss through `forward`, given its gradient `dout` (and `dlse`) at the results.
 
     Parameters
@@ -137,7 +134,7 @@ def backward(
     return dq, dk, dv, ds
 
 
-def visible(problem: Problem, arrays: Arrays) -> Array:
+def visible(problem: Problem, arrays: Arrays) -> HostArray:
     """Which keys each query sees: causal, window, lengths and mask together.
 
     Returns
@@ -151,7 +148,7 @@ def visible(problem: Problem, arrays: Arrays) -> Array:
     col = np.arange(problem.seqlen_k)
     # The last query stands at the last key, or (top left) the first query at the first key.
     position = row if problem.top_left else row + (kv_length - q_length)
-    seen: Array = (row < q_length) & (col < kv_length)
+    seen: HostArray = (row < q_length) & (col < kv_length)
     if problem.window_left is not None:
         seen = seen & (col >= position - problem.window_left)
     if problem.window_right is not None:
@@ -163,11 +160,16 @@ def visible(problem: Problem, arrays: Arrays) -> Array:
 
 
 def _scores(
-    q: Array, k: Array, visible: Array | None, bias: Array | None, scale: float, softcap: float
-) -> tuple[Array, Array | float]:
+    q: HostArray,
+    k: HostArray,
+    visible: HostArray | None,
+    bias: HostArray | None,
+    scale: float,
+    softcap: float,
+) -> tuple[HostArray, HostArray | float]:
     """Scores, -inf where hidden, and the slope of the cap at each of them."""
     s = scale * (q @ k.swapaxes(-1, -2))
-    cap_slope: Array | float = 1.0
+    cap_slope: HostArray | float = 1.0
     if softcap > 0:
         tanh = np.tanh(s / softcap)
         s, cap_slope = softcap * tanh, 1.0 - tanh**2
@@ -178,12 +180,12 @@ def _scores(
     return s, cap_slope
 
 
-def _seen(s: Array) -> Array:
+def _seen(s: HostArray) -> HostArray:
     """Whether a key takes part in a query's softmax; a NaN score does."""
     return ~np.isneginf(s)
 
 
-def _softmax(s: Array) -> tuple[Array, Array]:
+def _softmax(s: HostArray) -> tuple[HostArray, HostArray]:
     """Weights p and lse of each row; of a row without keys, 0 and -inf."""
     row_max = s.max(axis=-1, keepdims=True, initial=-np.inf)
     row_max = np.where(np.isneginf(row_max), 0.0, row_max)  # (-inf) - (-inf) would be NaN
@@ -194,7 +196,7 @@ def _softmax(s: Array) -> tuple[Array, Array]:
     return np.where(_seen(s), weights / row_sum, 0.0), lse
 
 
-def _share(own_lse: Array, lse: Array) -> Array:
+def _share(own_lse: HostArray, lse: HostArray) -> HostArray:
     """The part, 0 to 1, of a merged softmax's denominator that these keys hold.
 
     Our lse is rounded as the given one was: without a merge the two are equal, and the part is 1
@@ -204,36 +206,36 @@ def _share(own_lse: Array, lse: Array) -> Array:
     return np.where(np.isneginf(lse), 0.0, np.exp(ours - lse))
 
 
-def _select_matmul(weights: Array, seen: Array, x: Array) -> Array:
+def _select_matmul(weights: HostArray, seen: HostArray, x: HostArray) -> HostArray:
     """``weights @ x``, where only seen entries of x count: 0 x NaN does not join the sum."""
     finite = np.isfinite(x)
-    total: Array = weights @ np.where(finite, x, 0.0)
+    total: HostArray = weights @ np.where(finite, x, 0.0)
     rest = np.where(finite, 0.0, x)  # NaN and inf, and 0 elsewhere
     for j in np.flatnonzero(rest.any(axis=(0, 1, 3))):
         total += np.where(seen[..., j, None], weights[..., j, None] * rest[:, :, None, j], 0.0)
     return total
 
 
-def _float64(*arrays: Array) -> tuple[Array, ...]:
+def _float64(*arrays: HostArray) -> tuple[HostArray, ...]:
     return tuple(np.asarray(x, dtype=np.float64) for x in arrays)
 
 
-def _repeat_heads(x: Array, q: Array) -> Array:
+def _repeat_heads(x: HostArray, q: HostArray) -> HostArray:
     """A key head for every query head: head h reads key head h // (heads_q // heads_kv)."""
     return np.repeat(x, q.shape[1] // max(x.shape[1], 1), axis=1)
 
 
-def _sum_heads(dx: Array, heads_kv: int) -> Array:
+def _sum_heads(dx: HostArray, heads_kv: int) -> HostArray:
     """The reverse: what all query heads of a group send to their key head."""
     batch, heads_q, seqlen, head_dim = dx.shape
     group = heads_q // max(heads_kv, 1)
-    total: Array = dx.reshape(batch, heads_kv, group, seqlen, head_dim).sum(axis=2)
+    total: HostArray = dx.reshape(batch, heads_kv, group, seqlen, head_dim).sum(axis=2)
     return total
 
 
-def _lengths(lengths: Array | None, seqlen: int) -> Array:
+def _lengths(lengths: HostArray | None, seqlen: int) -> HostArray:
     """Lengths as (batch, 1, 1, 1), never past the array; (1, 1, 1, 1) where all are `seqlen`."""
-    given: Array = np.asarray([seqlen]) if lengths is None else np.clip(lengths, 0, seqlen)
+    given: HostArray = np.asarray([seqlen]) if lengths is None else np.clip(lengths, 0, seqlen)
     return given.astype(np.int64).reshape(-1, 1, 1, 1)
 
 
@@ -276,13 +278,15 @@ def attention_backward(problem: Problem, arrays: Arrays) -> None:
 
 
 @_quiet
-def vector_add(a: Array, b: Array, out: Array) -> None:
+def vector_add(a: HostArray, b: HostArray, out: HostArray) -> None:
     """Fill `out` with a + b."""
     out[...] = a.astype(np.float64) + b.astype(np.float64)
 
 
 @_quiet
-def merge_attention(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+def merge_attention(
+    outs: Sequence[HostArray], lses: Sequence[HostArray], out: HostArray, lse: HostArray
+) -> None:
     """Fill `out` and `lse` with attention over all keys, from results over parts of them."""
     total, total_lse = _float64(outs[0], lses[0])
     for part, part_lse in zip(outs[1:], lses[1:], strict=True):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -34,6 +35,7 @@ NONE = "-"
 if TYPE_CHECKING:
     from workbench.inspection import Simulation
     from workbench.table import Kernel
+    from workbench.vit.look import Look
 
 
 class UserError(Exception):
@@ -328,6 +330,32 @@ def model_table(title: str, rows: Sequence[tuple[str, float, float]]) -> Rendera
     for backend, seconds, difference in rows:
         table.add_row(backend, format_seconds(seconds), f"{difference:.1e}" if difference else NONE)
     return Group(Text(title, style="bold"), Text(), table)
+
+
+def look_report(seen: Look, count: int) -> RenderableType:
+    """Lay out what a checkpoint saw in a picture: the model, its classes, and the time of each."""
+    config = seen.model.config
+    height, width = seen.image_size
+    rows, cols = config.grid_of(seen.image_size)
+    title = (
+        f"{config.depth} blocks of {config.heads} heads, {config.dim} wide; {height} x {width} "
+        f"pixels, {rows} x {cols} patches of {config.patch_size[0]} x {config.patch_size[1]}"
+    )
+    parts: list[RenderableType] = [Text(title, style="bold"), Text()]
+    best = seen.top(count)
+    if best:
+        classes = plain_table("class", "logit", "share", right=["logit", "share"])
+        for name, logit, share in best:
+            classes.add_row(name, f"{logit:.3f}", f"{share:.1%}")
+        parts += [classes, Text()]
+    else:
+        norm = float(np.linalg.norm(seen.features))
+        kind = "a projection" if seen.logits is not None else "no head"
+        parts += [Text(f"{kind}: {len(seen.features)} features of length {norm:.3f}"), Text()]
+    times = plain_table("stage", "time", right=["time"])
+    for name, seconds in seen.stages:
+        times.add_row(name, format_seconds(seconds))
+    return Group(*parts, times)
 
 
 # ---------------------------------------------------------------------------------------- code

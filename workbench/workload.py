@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench import reference
-from workbench.problem import DTYPES
-
-Array = Any
+from workbench.problem import DTYPES, Array
 
 ORACLE_FLOPS = 2e10  # about a second: the oracle checks the heads that this buys, one at least
 ORACLE_ELEMENTS = 2**22  # of vector_add, at either end

@@ -14,15 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from workbench.cpu import dense
 
 if TYPE_CHECKING:
     from workbench.cpu.kernels import Scores, Tiles
-    from workbench.problem import Arrays, Problem
-
-Array = npt.NDArray[Any]
+    from workbench.problem import Arrays, HostArray, Problem
 
 # Multiply-adds of both matrix products below which NumPy is done before the threads have begun.
 DENSE_WORK = 1 << 21
@@ -98,12 +95,14 @@ def attention_backward(problem: Problem, arrays: Arrays) -> None:
         _deliver(dbias, arrays.dbias)
 
 
-def vector_add(a: Array, b: Array, out: Array) -> None:
+def vector_add(a: HostArray, b: HostArray, out: HostArray) -> None:
     """Fill `out` with a + b."""
     np.add(a, b, out=out)
 
 
-def merge_attention(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+def merge_attention(
+    outs: Sequence[HostArray], lses: Sequence[HostArray], out: HostArray, lse: HostArray
+) -> None:
     """Fill `out` and `lse` with attention over all keys, from results over parts of them.
 
     A part without keys, (0, -inf), leaves the others as they are to the bit: it adds -0, and the
@@ -125,6 +124,29 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array], out: Array, ls
         merged = merged + np.where(weight == 0, -0.0, weight * part.astype(lse.dtype))
     out[...] = np.where(empty[..., None], 0, merged)
     lse[...] = merged_lse
+
+
+def layer_norm(x: HostArray, weight: HostArray, bias: HostArray, eps: float) -> HostArray:
+    """Rows of mean 0 and variance 1, in their learned range, from a contiguous float32 matrix."""
+    from workbench.cpu import kernels
+
+    out = np.empty_like(x)
+    _share(kernels.layer_norm, len(x), x, weight, bias, eps, out)
+    return out
+
+
+def activate(
+    x: HostArray, bias: HostArray, width: int, gate: tuple[float, float] | None = None
+) -> None:
+    """Add a bias to a contiguous float32 matrix and bend its first `width` columns, in place.
+
+    The step of an MLP between its products: by the exact GELU, or with ``gate = (slope, cubic)`` by
+    x * sigmoid(slope * x + cubic * x^3).
+    """
+    from workbench.cpu import kernels
+
+    slope, cubic = gate or (0.0, 0.0)
+    _share(kernels.activate, len(x), x, bias, width, gate is None, slope, cubic)
 
 
 # ------------------------------------------------------------------------------ from call to kernel
@@ -169,11 +191,11 @@ def _scores(problem: Problem, arrays: Arrays) -> Scores:
     def window(end: int | None) -> int:
         return kernels.OPEN_WINDOW if end is None else min(end, kernels.OPEN_WINDOW)
 
-    def lengths(given: Array | None, seqlen: int) -> Array:
+    def lengths(given: HostArray | None, seqlen: int) -> HostArray:
         full = np.full(problem.batch, seqlen)
         return full if given is None else np.minimum(given, full)
 
-    def described(x: Array | None) -> tuple[int, tuple[int, int, int, int]]:
+    def described(x: HostArray | None) -> tuple[int, tuple[int, int, int, int]]:
         if x is None:
             return 0, (0, 0, 0, 0)
         batch, head, row, col = (stride // x.itemsize for stride in x.strides)
@@ -193,19 +215,19 @@ def _scores(problem: Problem, arrays: Arrays) -> Scores:
     )
 
 
-def _ready(real: str, *inputs: Array) -> list[Array]:
+def _ready(real: str, *inputs: HostArray) -> list[HostArray]:
     """Contiguous in the accumulator's dtype: as they are, or a copy."""
     return [np.ascontiguousarray(x, real) for x in inputs]
 
 
-def _target(output: Array, real: str) -> Array:
+def _target(output: HostArray, real: str) -> HostArray:
     """Where a kernel writes an output: the array itself, or one in a kernel's form."""
     if output.dtype == real and output.flags.c_contiguous:
         return output
     return np.empty(output.shape, real)
 
 
-def _deliver(filled: Array, output: Array) -> None:
+def _deliver(filled: HostArray, output: HostArray) -> None:
     if filled is not output:
         output[...] = filled
 
@@ -213,12 +235,17 @@ def _deliver(filled: Array, output: Array) -> None:
 def _run(
     kernel: Callable[..., None],
     real: str,
-    arrays: tuple[Array, ...],
+    arrays: tuple[HostArray, ...],
     how: tuple[Scores, Tiles],
     items: int,
 ) -> None:
+    _share(kernel, items, *arrays, *how, real=real)
+
+
+def _share(kernel: Callable[..., None], items: int, *arguments: Any, real: str = "float32") -> None:
+    """Run a kernel on as many threads as there are, or items for them."""
     from workbench.cpu import kernels, threads
 
     compiled = kernels.load(kernel, real)
     counter = np.zeros(1, np.int64)  # the next item that nobody has taken
-    threads.share(lambda: compiled(*arrays, *how, counter), min(threads.available(), items))
+    threads.share(lambda: compiled(*arguments, counter), min(threads.available(), items))

@@ -5,15 +5,12 @@ The contract is that of the tiled kernels: what nobody sees is selected away, ne
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from workbench.problem import Arrays, Problem
-
-Array = npt.NDArray[Any]
+    from workbench.problem import Arrays, HostArray, Problem
 
 # What is hidden may overflow before it is selected away; the log of an empty row's sum is -inf.
 _quiet = np.errstate(all="ignore")
@@ -80,7 +77,7 @@ def backward(problem: Problem, arrays: Arrays) -> None:
     arrays.dv[...] = _times_queries(p, dout, problem.heads_kv)
 
 
-def _scores(problem: Problem, arrays: Arrays) -> tuple[Array, Array | None]:
+def _scores(problem: Problem, arrays: Arrays) -> tuple[HostArray, HostArray | None]:
     """Scores in the accumulator's dtype, -inf where hidden, and the slope of the cap, if any."""
     real = np.dtype(problem.acc_dtype)
     s = _times_keys(arrays.q.astype(real), arrays.k.astype(real).swapaxes(-1, -2))
@@ -100,12 +97,12 @@ def _scores(problem: Problem, arrays: Arrays) -> tuple[Array, Array | None]:
     return s, slope
 
 
-def _visible(problem: Problem, arrays: Arrays) -> Array | None:
+def _visible(problem: Problem, arrays: Arrays) -> HostArray | None:
     """Which keys causal, windows and lengths show; None where they show all."""
     if not problem.has_range:
         return None
 
-    def lengths(given: Array | None, seqlen: int) -> Array:
+    def lengths(given: HostArray | None, seqlen: int) -> HostArray:
         full = np.full((problem.batch, 1, 1, 1), seqlen)
         return full if given is None else np.minimum(given.reshape(full.shape), full)
 
@@ -113,7 +110,7 @@ def _visible(problem: Problem, arrays: Arrays) -> Array | None:
     q_length = lengths(arrays.q_lengths, problem.seqlen_q)
     i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)
     position = i + (0 if problem.top_left else kv_length - q_length)
-    visible: Array = (i < q_length) & (j < kv_length)
+    visible: HostArray = (i < q_length) & (j < kv_length)
     if problem.window_left is not None:
         visible &= position - problem.window_left <= j
     if problem.window_right is not None:
@@ -121,16 +118,16 @@ def _visible(problem: Problem, arrays: Arrays) -> Array | None:
     return visible
 
 
-def _times_keys(a: Array, x: Array) -> Array:
+def _times_keys(a: HostArray, x: HostArray) -> HostArray:
     """``a @ x``, where x has one head for every group of a's heads."""
     batch, heads_q, rows, inner = a.shape
-    product: Array = a.reshape(batch, x.shape[1], -1, inner) @ x
+    product: HostArray = a.reshape(batch, x.shape[1], -1, inner) @ x
     return product.reshape(batch, heads_q, rows, x.shape[3])
 
 
-def _times_queries(a: Array, x: Array, heads_kv: int) -> Array:
+def _times_queries(a: HostArray, x: HostArray, heads_kv: int) -> HostArray:
     """``a^T @ x``, summed over the query heads of each key head."""
     batch = a.shape[0]
     a = a.reshape(batch, heads_kv, -1, a.shape[3])
-    product: Array = a.swapaxes(-1, -2) @ x.reshape(batch, heads_kv, -1, x.shape[3])
+    product: HostArray = a.swapaxes(-1, -2) @ x.reshape(batch, heads_kv, -1, x.shape[3])
     return product

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from workbench.api import attention
+from workbench.api import attention, attention_weights
+from workbench.arrays import array_module
+from workbench.problem import Array
 from workbench.vit.images import Picture, Preprocessing, preprocess, resize_and_crop
-from workbench.vit.model import Array, array_module, split_patches
+from workbench.vit.model import Result, split_patches
 
 # Dark to bright through purple, red and orange, in sRGB. The steps are equal in OKLab lightness,
 # from 0.18 to 0.96, so that equal differences of a map look equal, in grey print as well.
@@ -33,64 +36,166 @@ COLOURS = np.array(
 # What the demo sees of a picture: 14 x 14 patches of 16 x 16, the classic ViT's.
 PATCH = (16, 16)
 PATCH_HEADS = 12
-SEEN = Preprocessing(image_size=(224, 224), crop_pct=1.0)
+SEEN = Preprocessing((224, 224))
 # A patch of the portrait's dark uniform, as (row, col): what it finds is plain to see.
 PORTRAIT_QUERY = (11, 4)
 
 
 def attention_map(
-    q: Array,
-    k: Array,
-    lse: Array,
-    rows: int | Sequence[int],
+    result: Result,
+    query: tuple[int, int] | None = None,
     *,
-    scale: float | None = None,
-    tile: int = 4096,
+    block: int = -1,
+    reduce: str | None = None,
 ) -> Array:
-    """Rows of softmax(scale * q k^T), from the lse that `workbench.attention` returned.
+    """What one token looked at, as a picture of the patches.
 
-    A row of the map is exp(scale * q_row k^T - lse_row): no other row is computed, and of these no
-    more than a tile of keys at a time.
+    Only this token's row of the attention matrix is computed (`workbench.attention_weights`). What
+    went to the tokens before the patches is left out, so a map sums to less than 1 there.
 
     Parameters
     ----------
-    q : array (..., heads_q, seqlen_q, head_dim)
-        Queries.
-    k : array (..., heads_kv, seqlen_k, head_dim)
-        Keys; query head h reads key head h // (heads_q // heads_kv).
-    lse : array (..., heads_q, seqlen_q)
-        Natural logarithm of every row's sum.
-    rows : int or sequence of int
-        The queries to look at; negative ones count from the end.
-    scale : float, optional
-        1 / sqrt(head_dim) unless given.
-    tile : int
-        Keys at a time.
+    result : Result
+        Of a model that was called with the block in ``return_attention``.
+    query : (int, int), optional
+        Row and column of the patch that asks. By default the class token asks or, in a model
+        without one, the probe that pools the patches.
+    block : int
+        Which block to look into; -1 is the last. The probe comes after all of them.
+    reduce : {"mean"}, optional
+        The mean of the heads instead of every head.
 
     Returns
     -------
-    array (..., heads_q, len(rows), seqlen_k)
-        Weights in lse's dtype, which sum to 1 over the keys (to 0 for a row that sees no key). One
-        row alone comes without its axis.
+    array (batch, heads, rows, cols), or (batch, rows, cols) with ``reduce="mean"``
     """
-    xp = array_module(q)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    chosen = [range(seqlen_q)[row] for row in ([rows] if isinstance(rows, int) else rows)]
-    dtype = lse.dtype
-    q_rows = q[..., chosen, :].astype(dtype)
-    # A row that sees nothing has lse = -inf; its scores less infinity are weights of 0.
-    lse_rows = xp.where(xp.isneginf(lse), xp.inf, lse)[..., chosen, None].astype(dtype)
-    weights = xp.empty((*q_rows.shape[:-1], seqlen_k), dtype=dtype)
-    for start in range(0, seqlen_k, tile):
-        part = slice(start, start + tile)
-        k_tile = k[..., part, :].astype(dtype)
-        if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
-            k_tile = xp.repeat(k_tile, q.shape[-3] // k.shape[-3], axis=-3)
-        scores = (q_rows * dtype.type(scale)) @ k_tile.swapaxes(-1, -2)
-        weights[..., part] = xp.exp(scores - lse_rows)
-    return weights[..., 0, :] if isinstance(rows, int) else weights
+    q, k, lse, row = _asked(result, query, block)
+    weights = attention_weights(q, k, lse, rows=row, reduce=reduce)
+    return _on_patches(result, weights, k.shape[2])
+
+
+def rollout(
+    result: Result,
+    query: tuple[int, int] | None = None,
+    *,
+    residual: float = 0.5,
+    tile: int = 256,
+) -> Array:
+    """How much of every patch arrived in one token through all blocks: attention rollout.
+
+    With a block's attention A, the mean of its heads, and the residual connection as an identity of
+    the share ``residual``, the blocks mix tokens by the product of all
+    ``(1 - residual) A + residual I`` (Abnar and Zuidema, *Quantifying Attention Flow in
+    Transformers*, 2020, section 3). One row of the product is wanted, so a row is multiplied by one
+    block after the other, from the last to the first, and A is computed a tile of rows at a time.
+
+    Parameters
+    ----------
+    result : Result
+        Of a model that was called with all of its blocks in ``return_attention``.
+    query : (int, int), optional
+        Row and column of the patch that asks; by default the class token or, in a model without
+        one, the probe that pools the patches.
+    residual : float
+        From 0 to 1; the authors take a half.
+    tile : int
+        Rows of A at a time.
+
+    Returns
+    -------
+    array (batch, rows, cols)
+    """
+    if not 0 <= residual <= 1:
+        raise ValueError(f"residual must be from 0 to 1, got {residual}")
+    if tile < 1:
+        raise ValueError(f"tile must be positive, got {tile}")
+    blocks = sorted(result.attention)
+    if blocks != list(range(len(blocks))) or result.depth != len(blocks):
+        raise ValueError(
+            f"rollout needs return_attention=range({result.depth}), the result has blocks {blocks}"
+        )
+    if not blocks:
+        raise ValueError("rollout needs a model with blocks")
+    q, k, lse, row = _asked(result, query, -1)
+    flow = attention_weights(q, k, lse, rows=row, reduce="mean")
+    if result.pool_attention is not None and query is None and not result.has_class_token:
+        # The probe looks at the patches through the blocks, and has no residual of its own.
+        before = array_module(flow).zeros_like(flow, shape=(len(flow), result.tokens.shape[1]))
+        before[:, result.tokens.shape[1] - flow.shape[1] :] = flow
+        flow = before
+    else:
+        blocks = blocks[:-1]
+        flow = (1 - residual) * flow
+        flow[:, row] += residual
+    for block in reversed(blocks):
+        q, k, lse = result.attention[block]
+        mixed = residual * flow
+        for start in range(0, q.shape[2], tile):
+            rows = slice(start, min(start + tile, q.shape[2]))
+            weights = attention_weights(q, k, lse, rows=rows, reduce="mean")
+            mixed += (1 - residual) * (flow[:, None, rows] @ weights)[:, 0]
+        flow = mixed
+    return _on_patches(result, flow, flow.shape[1])
+
+
+def keep_mass(weights: Array, mass: float) -> Array:
+    """The largest weights of every map that together hold a share of it; all others become 0.
+
+    The thresholded maps of Caron et al., *Emerging Properties in Self-Supervised Vision
+    Transformers* (DINO, 2021), figure 1, have a mass of 0.6.
+
+    Parameters
+    ----------
+    weights : array (..., rows, cols)
+        Maps, none negative.
+    mass : float
+        Above 0 and at most 1.
+
+    Returns
+    -------
+    array (..., rows, cols)
+    """
+    if not 0 < mass <= 1:
+        raise ValueError(f"mass must be above 0 and at most 1, got {mass}")
+    xp = array_module(weights)
+    flat = weights.reshape(*weights.shape[:-2], -1)
+    order = xp.argsort(-flat, axis=-1)
+    largest = xp.take_along_axis(flat, order, axis=-1)
+    before = xp.cumsum(largest, axis=-1) - largest
+    kept = before < mass * largest.sum(axis=-1, keepdims=True)
+    masked = xp.empty_like(flat)
+    xp.put_along_axis(masked, order, xp.where(kept, largest, 0), axis=-1)
+    return masked.reshape(weights.shape)
+
+
+def _asked(
+    result: Result, query: tuple[int, int] | None, block: int
+) -> tuple[Array, Array, Array, int]:
+    """q, k and lse of the attention that was asked for, and its row."""
+    if query is None and not result.has_class_token:
+        if result.pool_attention is None:
+            raise ValueError(
+                "the model has no class token and no probe, or was called without "
+                "return_attention; name the patch that asks as query=(row, col)"
+            )
+        return (*result.pool_attention, 0)
+    number = range(result.depth)[block]
+    if number not in result.attention:
+        raise ValueError(
+            f"block {number} is not in the result: call the model with return_attention=[{block}]"
+        )
+    row = 0
+    if query is not None:
+        rows, cols = result.grid
+        _check_query(query, rows, cols)
+        row = result.prefix_tokens + query[0] * cols + query[1]
+    return (*result.attention[number], row)
+
+
+def _on_patches(result: Result, weights: Array, tokens: int) -> Array:
+    """Weights of tokens, the patches last, as weights of a grid."""
+    rows, cols = result.grid
+    return weights[..., tokens - rows * cols :].reshape(*weights.shape[:-1], rows, cols)
 
 
 def patch_heads(image: Picture) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -146,8 +251,8 @@ def patch_attention(
     _check_query(query, rows, cols)
     q = patch_heads(image)
     _, lse = attention(q, q, q, return_lse=True, backend=backend, kernel=kernel)
-    weights = attention_map(q, q, lse, query[0] * cols + query[1])
-    seen: np.ndarray[Any, np.dtype[np.float32]] = weights[0].mean(axis=0).reshape(rows, cols)
+    weights = attention_weights(q, q, lse, rows=query[0] * cols + query[1], reduce="mean")
+    seen: np.ndarray[Any, np.dtype[np.float32]] = weights[0].reshape(rows, cols)
     return seen
 
 
@@ -201,8 +306,8 @@ def overlay(
     # Cut from the picture at the size shown: what the model saw may be much coarser.
     zoom = size / max(preprocessing.image_size)
     height, width = (max(1, round(side * zoom)) for side in preprocessing.image_size)
-    shown = Preprocessing((height, width), preprocessing.crop_pct, preprocessing.interpolation)
-    plain = resize_and_crop(image, shown)
+    colour = replace(preprocessing.for_size((height, width)), mean=(0.5,) * 3, std=(0.5,) * 3)
+    plain = resize_and_crop(image, colour)
 
     shares = np.sqrt(weights / (weights.max() or 1)).astype(np.float32)
     smooth = Image.fromarray(shares).resize((width, height), Image.Resampling.BICUBIC)
@@ -213,12 +318,40 @@ def overlay(
     panels = [Image.fromarray(pixels.round().astype(np.uint8))]
     if beside:
         panels.insert(0, plain)
-    gap = max(1, size // 56)
-    sheet = Image.new("RGB", (len(panels) * (width + gap) - gap, height), "white")
-    for i, panel in enumerate(panels):
-        if query is not None:
+    if query is not None:
+        for panel in panels:
             _frame(panel, query, (rows, cols))
-        sheet.paste(panel, (i * (width + gap), 0))
+    return contact_sheet(panels, len(panels))
+
+
+def contact_sheet(panels: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
+    """Pictures of one size side by side, row by row: the maps of all heads, say.
+
+    Parameters
+    ----------
+    panels : sequence of PIL.Image.Image
+        At least one.
+    columns : int, optional
+        As many as make the sheet about square, unless given.
+
+    Returns
+    -------
+    PIL.Image.Image
+        Mode RGB, on white.
+    """
+    if not panels or len({panel.size for panel in panels}) != 1:
+        raise ValueError(f"panels must be pictures of one size, got {[p.size for p in panels]}")
+    columns = columns or math.ceil(math.sqrt(len(panels)))
+    if columns < 1:
+        raise ValueError(f"columns must be positive, got {columns}")
+    columns = min(columns, len(panels))
+    width, height = panels[0].size
+    gap = max(1, max(width, height) // 56)
+    lines = -(-len(panels) // columns)
+    size = (columns * (width + gap) - gap, lines * (height + gap) - gap)
+    sheet = Image.new("RGB", size, "white")
+    for i, panel in enumerate(panels):
+        sheet.paste(panel, (i % columns * (width + gap), i // columns * (height + gap)))
     return sheet
 
 
