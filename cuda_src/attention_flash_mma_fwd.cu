@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 k_lane = lane_address<ACROSS_FIRST, HEAD_DIM>(k_smem, 0, 0);
   uint32 v_lane = lane_address<DOWN_FIRST, HEAD_DIM_V>(v_smem, 0, 0);
   for (; k_start < k_end; k_start += BLOCK_N) {
-    q_lane = fresh(q_lane), k_lane = fresh(k_lane), v_lane = fresh(v_lane);
+    q_lane = fresh(q_lane), k_lane = fresh(k_lane);
 
     // 4a. Load the K and V tiles
     cp_async_wait_all();

@@ -177,7 +177,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         k_lane = lane_address(ACROSS_FIRST, HEAD_DIM, k_smem, 0, 0)
         v_lane = lane_address(DOWN_FIRST, HEAD_DIM_V, v_smem, 0, 0)
         while k_start < k_end:
-            q_lane, k_lane, v_lane = fresh(q_lane), fresh(k_lane), fresh(v_lane)
+            q_lane, k_lane = fresh(q_lane), fresh(k_lane)
 
             # 4a. Load the K and V tiles
             cp_async_wait_all()

@@ -504,9 +504,8 @@ def resources(code: bytes, symbol: str) -> tuple[int, int, int, int]:
             if parameter == 0:
                 arguments_at = parameter_at
     shared = named.get(f".nv.shared.{symbol}")
-    return (
-        found[_EIATTR_REGCOUNT], found[_EIATTR_FRAME_SIZE], shared[5] if shared else 0, arguments_at,
-    )  # fmt: skip
+    static = shared[5] if shared else 0
+    return found[_EIATTR_REGCOUNT], found[_EIATTR_FRAME_SIZE], static, arguments_at
 
 
 @functools.cache
