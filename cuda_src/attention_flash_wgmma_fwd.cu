@@ -7,7 +7,7 @@
 // as the consumers empty it, from one query tile on to the next without a break. And products are
 // wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
 // the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
-// A block stays on its multiprocessor and walks over query tiles; the longest ones come first.
+// A block stays on its multiprocessor and takes query tiles from a counter, the longest ones first.
 //
 // Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
 //                each; a block walks over query tiles, from the last row to the first of all heads
@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap v_map,  // the same
                               T* out,         // (batch, heads_q, seqlen_q, head_dim_v)
                               acc_t<T>* lse,  // (batch, heads_q, seqlen_q), contiguous
+                              int* counter,   // of query tiles that blocks have taken, zeroed
                               Strides out_strides,
                               int64 batch,
                               int64 heads_q,
@@ -241,7 +242,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 128) {
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
-    for (uint32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (uint32 tile = blockIdx.x, next; tile < tiles; tile = next) {
+      next = gridDim.x + atom_inc(counter);  // long before it is needed
       QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q,
                                                            seqlen_k, heads_at_a_time);
       if (t.k_start >= t.k_end) continue;

@@ -35,11 +35,14 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("workbench", "cuda_src", "numba_kernels", "tests", "pyproject.toml")
 LANGUAGES = ("cuda", "numba")
-ATTENTION = ("attention_flash_simt", "attention_tiled", "attention_naive")
+ATTENTION = ("attention_flash_mma", "attention_flash_simt", "attention_tiled", "attention_naive")
 
 # Whose tests must notice a fault in a file that belongs to no single kernel.
 SHARED = {
     "scores": ATTENTION,
+    "fragments": ("attention_flash_mma",),
+    "attention_dq": ("attention_flash_mma",),
+    "attention_merge": ("attention_flash_mma",),
     "tiles": ("attention_flash_simt",),
     "matmul": ("attention_tiled",),
     "attention_delta": ("attention_naive",),

@@ -61,7 +61,7 @@ FLASH_MMA_FWD = _signature(
     "int64 heads_at_a_time",
 )  # fmt: skip
 FLASH_WGMMA_FWD = _signature(
-    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse", "out",
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse, int* counter", "out",
     "int64 heads_at_a_time",
 )  # fmt: skip
 FLASH_MMA_BWD = _signature(
@@ -272,7 +272,8 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
     )
-    tile = FLASH_WGMMA_TILES[max(dims)]
+    long, short = FLASH_WGMMA_TILES[max(dims)]
+    tile = long if problem.seqlen_k > (4096 if problem.has_range else 1024) else short
     q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -294,7 +295,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
             TensorMap("v_map", "v", tile.block_n),
         ),
     )  # fmt: skip
-    return Work((launch,))
+    return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
 
 
 def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str, int]]:
@@ -544,8 +545,13 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
-# Padded head_dim -> tiles; a warpgroup of producers and one of consumers for each 64 rows.
-FLASH_WGMMA_TILES = {64: Tile(192, 128, 512), 128: Tile(128, 128, 384), 256: Tile(128, 64, 384)}
+# Padded head_dim -> tiles for long sequences of keys and for short ones; a warpgroup of producers and
+# one of consumers for each 64 rows.
+FLASH_WGMMA_TILES = {
+    64: (Tile(192, 128, 512), Tile(128, 128, 384)),
+    128: (Tile(128, 128, 384), Tile(128, 128, 384)),
+    256: (Tile(128, 80, 384), Tile(128, 64, 384)),
+}
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 L2_CACHE = 2**25  # bytes that K and V may take of it, on a large GPU
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
