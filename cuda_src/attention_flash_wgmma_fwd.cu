@@ -1,18 +1,19 @@
-// attention_flash_wgmma_fwd: Hopper's forward; one warpgroup copies, others multiply in the background.
+// attention_flash_wgmma_fwd: Hopper's forward, copies and products in the background.
 //
 //   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 //
 // As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
 // accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
 // as the consumers empty it, from one query tile on to the next without a break. And products are
-// wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
-// the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
-// A block stays on its multiprocessor and takes query tiles from a counter, the longest ones first.
+// wgmmas, which run in the background: a consumer starts the next scores, then the product of p
+// with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
+// cores. A block stays on its multiprocessor and takes query tiles from a counter, the longest ones
+// first.
 //
-// Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
-//                each; a block walks over query tiles, from the last row to the first of all heads
-// Shared memory: the Q tile and a ring of STAGES tiles of K and of V, each with a barrier that says
-//                it is full and one that says it is empty
+// Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
+//                rows each; a block walks over query tiles
+// Shared memory: the Q tiles and a ring of STAGES tiles of K and of V, each with a barrier that
+//                says it is full and one that says it is empty
 // Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 // Twin:          numba_kernels/attention_flash_wgmma_fwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma

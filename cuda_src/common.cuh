@@ -69,8 +69,8 @@ struct HeadTile {
 };
 
 // Blocks go through `at_a_time` heads tile by tile, the same tile of all of these heads after each
-// other, and then on to the next heads: so what the blocks of a moment read is little enough to stay
-// in the L2 cache.
+// other, and then on to the next heads: so what the blocks of a moment read is little enough to
+// stay in the L2 cache.
 __device__ __forceinline__ HeadTile head_tile(uint32 index,
                                               uint32 tiles,
                                               uint32 heads_total,

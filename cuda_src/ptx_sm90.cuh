@@ -5,11 +5,11 @@
 
 #include "ptx_sm80.cuh"
 
-// ------------------------------------------------------------------------------- barriers in memory
+// ------------------------------------------------------------------------------ barriers in memory
 //
 // An mbarrier counts arrivals and bytes on their way. When `count` threads have arrived and no byte
-// is missing, its phase ends and the next one begins. Waiters name the parity of the phase that they
-// wait for: 0 for the first. To wait for parity 1 of a fresh barrier is to wait for nothing.
+// is missing, its phase ends and the next one begins. Waiters name the parity of the phase that
+// they wait for: 0 for the first. To wait for parity 1 of a fresh barrier is to wait for nothing.
 
 __device__ __forceinline__ void mbarrier_init(uint32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -48,8 +48,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {
 
 // ---------------------------------------------------------------------------------- tensor copies
 
-// What cuTensorMapEncodeTiled makes of an array: its address, shape and strides, and the box that one
-// copy takes. A kernel hands it on and never looks into it.
+// What cuTensorMapEncodeTiled makes of an array: its address, shape and strides, and the box that
+// one copy takes. A kernel hands it on and never looks into it.
 struct alignas(64) TensorMap {
   uint64 opaque[16];
 };
@@ -70,12 +70,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
-// --------------------------------------------------------------------------- products of warpgroups
+// -------------------------------------------------------------------------- products of warpgroups
 //
-// A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the background:
-// between wgmma_commit_group and a wgmma_wait_group that leaves fewer groups under way, nobody may
-// touch its registers or shared memory. Accumulators lie as those of mma_m16n8k16 (ptx_sm80.cuh), 16
-// rows a warp.
+// A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the
+// background: between wgmma_commit_group and a wgmma_wait_group that leaves fewer groups under way,
+// nobody may touch its registers or shared memory. Accumulators lie as those of mma_m16n8k16
+// (ptx_sm80.cuh), 16 rows a warp.
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -104,16 +104,16 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
 }
 
 // Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.cuh,
-// the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are the
-// sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
+// the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
+// the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
 __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading) {
   uint64 swizzle_128 = uint64(1) << 62, stride = uint64(1024 >> 4) << 32;
   return swizzle_128 | stride | uint64(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
 }
 
-// acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis along
-// their rows; or a is in registers, as those of mma_m16n8k16, and b has the sums' axis down its
-// columns. Without `accumulate` what acc held is forgotten.
+// acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis
+// along their rows; or a is in registers, as those of mma_m16n8k16, and b has the sums' axis down
+// its columns. Without `accumulate` what acc held is forgotten.
 template <typename T, int N>
 struct Wgmma;
 

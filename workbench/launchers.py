@@ -272,8 +272,8 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
     )
-    long, short = FLASH_WGMMA_TILES[max(dims)]
-    tile = long if problem.seqlen_k > (4096 if problem.has_range else 1024) else short
+    choices = FLASH_WGMMA_TILES[True, max(dims)]
+    tile = choices[0 if problem.seqlen_k > (4096 if problem.has_range else 1024) else -1]
     q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -286,16 +286,21 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
     barriers = 2 * q_stages + 4 * stages
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
-    group = problem.heads_q // max(1, problem.heads_kv)
+    keys_each = cdiv(problem.seqlen_k, _heads_each(problem))
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
-        values=_heads_at_a_time(problem, problem.heads_q, cdiv(problem.seqlen_k, group)),
+        values=_heads_at_a_time(problem, problem.heads_q, keys_each),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
         ),
     )  # fmt: skip
     return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
+
+
+def _heads_each(problem: Problem) -> int:
+    """How many query heads share a key head."""
+    return max(1, problem.heads_q // max(1, problem.heads_kv))
 
 
 def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str, int]]:
@@ -400,7 +405,7 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
         ("SPLIT", int(splits > 1)), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry("attention_flash_mma_fwd", "attention_flash_mma_fwd", constants, FLASH_MMA_FWD)
-    keys_each = cdiv(problem.seqlen_k, problem.heads_q // max(1, problem.heads_kv))
+    keys_each = cdiv(problem.seqlen_k, _heads_each(problem))
     values += _heads_at_a_time(problem, heads, keys_each)
     forward = Launch(entry, blocks * splits, tile.threads, shared_memory(tile), values)
     if splits == 1:
@@ -424,7 +429,7 @@ def _rows_of_a_head(problem: Problem) -> tuple[int, int, tuple[tuple[str, int], 
     One query of several heads that share a key head is as good as several queries of one head, and
     then keys are loaded once for all of them; unless it matters at which position a query stands.
     """
-    group = problem.heads_q // max(1, problem.heads_kv)
+    group = _heads_each(problem)
     at_the_end = problem.window_right is None or (
         problem.window_right == 0 and not problem.top_left
     )
@@ -471,8 +476,8 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     rounded = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
     rounding = Entry("attention_dq", "attention_dq", rounded, ATTENTION_DQ)
     delta, delta_space = _delta(problem)
-    group = problem.heads_q // max(1, problem.heads_kv)
-    at_a_time = _heads_at_a_time(problem, problem.heads_kv, problem.seqlen_q * group)
+    rows_each = problem.seqlen_q * _heads_each(problem)
+    at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
     if problem.deterministic:  # blocks of one head would wait for each other
         at_a_time = (("heads_at_a_time", max(1, heads_total)),)
     return Work(
@@ -545,12 +550,12 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
-# Padded head_dim -> tiles for long sequences of keys and for short ones; a warpgroup of producers and
-# one of consumers for each 64 rows.
+# (forward, larger padded head_dim) -> tiles for long sequences of keys, and for short ones; a
+# warpgroup of producers and one of consumers for each 64 rows.
 FLASH_WGMMA_TILES = {
-    64: (Tile(192, 128, 512), Tile(128, 128, 384)),
-    128: (Tile(128, 128, 384), Tile(128, 128, 384)),
-    256: (Tile(128, 80, 384), Tile(128, 64, 384)),
+    (True, 64): (Tile(192, 128, 512, RANGE), Tile(128, 128, 384, RANGE)),
+    (True, 128): (Tile(128, 128, 384, RANGE),),
+    (True, 256): (Tile(128, 80, 384, RANGE), Tile(128, 64, 384, RANGE)),
 }
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 L2_CACHE = 2**25  # bytes that K and V may take of it, on a large GPU
