@@ -266,8 +266,9 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
             "it takes no arrays that repeat or run backwards",
         ),
     ]
-    if any(declined for declined, _ in reasons):
-        raise NotWrittenError(next(reason for declined, reason in reasons if declined))
+    for declined, reason in reasons:
+        if declined:
+            raise NotWrittenError(reason)
     dims = tuple(
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
@@ -286,6 +287,8 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
     barriers = 2 * q_stages + 4 * stages
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    if tiles >= 2**31:
+        raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     keys_each = cdiv(problem.seqlen_k, _heads_each(problem))
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
