@@ -18,7 +18,7 @@ _VOID = ir.VoidType()
 _SHARED = 3  # NVVM's number of the address space
 
 
-def _assembly(builder, result, text, constraints, args):
+def assembly(builder, result, text, constraints, args):
     """One instruction that the compiler may neither drop nor move over accesses to memory."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     constraints = ",".join(filter(None, (constraints, "~{memory}")))
@@ -31,13 +31,13 @@ def _arithmetic(builder, result, text, constraints, args):
     return builder.call(ir.InlineAsm(kind, text, constraints, side_effect=False), args)
 
 
-def _elements(context, builder, array_type, array, index, count):
+def elements(context, builder, array_type, array, index, count):
     """The addresses of array[index], array[index + 1], ..."""
     first = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
     return [builder.gep(first, [_WORD(i)]) for i in range(count)]
 
 
-def _store_fields(builder, struct, addresses):
+def store_fields(builder, struct, addresses):
     for i, address in enumerate(addresses):
         builder.store(builder.extract_value(struct, i), address)
 
@@ -70,7 +70,7 @@ def cp_async(BYTES):
                 f"cp.async.{level}.shared.global [$0], [$1], {BYTES}, absent;}}"
             )
             exists_word = builder.zext(args[2], _WORD)
-            _assembly(builder, _VOID, text, "r,l,r", [*args[:2], exists_word])
+            assembly(builder, _VOID, text, "r,l,r", [*args[:2], exists_word])
             return context.get_dummy_value()
 
         return types.void(types.uint32, source, types.boolean), codegen
@@ -81,7 +81,7 @@ def cp_async(BYTES):
 @intrinsic
 def cp_async_wait_all(_typing):
     def codegen(context, builder, _signature, args):
-        _assembly(builder, _VOID, "cp.async.wait_all;", "", args)
+        assembly(builder, _VOID, "cp.async.wait_all;", "", args)
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -91,7 +91,7 @@ def cp_async_wait_all(_typing):
 @intrinsic
 def ld_acquire(_typing, pointer):
     def codegen(_context, builder, _signature, args):
-        return _assembly(builder, _WORD, "ld.acquire.gpu.s32 $0, [$1];", "=r,l", args)
+        return assembly(builder, _WORD, "ld.acquire.gpu.s32 $0, [$1];", "=r,l", args)
 
     return types.int32(pointer), codegen
 
@@ -99,7 +99,7 @@ def ld_acquire(_typing, pointer):
 @intrinsic
 def st_release(_typing, pointer, value):
     def codegen(context, builder, _signature, args):
-        _assembly(builder, _VOID, "st.release.gpu.s32 [$0], $1;", "l,r", args)
+        assembly(builder, _VOID, "st.release.gpu.s32 [$0], $1;", "l,r", args)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int32), codegen
@@ -109,7 +109,7 @@ def st_release(_typing, pointer, value):
 @intrinsic
 def atom_inc(_typing, pointer):
     def codegen(_context, builder, _signature, args):
-        return _assembly(builder, _WORD, "atom.global.add.s32 $0, [$1], 1;", "=r,l", args)
+        return assembly(builder, _WORD, "atom.global.add.s32 $0, [$1], 1;", "=r,l", args)
 
     return types.int32(pointer), codegen
 
@@ -127,8 +127,8 @@ def _ldmatrix(variant):
         def codegen(context, builder, _signature, args):
             text = f"ldmatrix.sync.aligned.m8n8.{variant}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
             words = ir.LiteralStructType([_WORD] * 4)
-            loaded = _assembly(builder, words, text, "=r,=r,=r,=r,r", args[2:])
-            _store_fields(builder, loaded, _elements(context, builder, r, *args[:2], 4))
+            loaded = assembly(builder, words, text, "=r,=r,=r,=r,r", args[2:])
+            store_fields(builder, loaded, elements(context, builder, r, *args[:2], 4))
             return context.get_dummy_value()
 
         return types.void(r, types.int64, types.uint32), codegen
@@ -160,13 +160,13 @@ def mma_m16n8k16(T):
                 f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
                 "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
             )
-            target = _elements(context, builder, c, *args[:2], 4)
-            a_words = [builder.load(x) for x in _elements(context, builder, a, *args[2:4], 4)]
+            target = elements(context, builder, c, *args[:2], 4)
+            a_words = [builder.load(x) for x in elements(context, builder, a, *args[2:4], 4)]
             operands = [*a_words, *args[4:], *(builder.load(x) for x in target)]
             floats = ir.LiteralStructType([_FLOAT] * 4)
             constraints = "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3"
             sums = _arithmetic(builder, floats, text, constraints, operands)
-            _store_fields(builder, sums, target)
+            store_fields(builder, sums, target)
             return context.get_dummy_value()
 
         return types.void(c, types.int64, a, types.int64, types.uint32, types.uint32), codegen
@@ -205,19 +205,28 @@ def lg2_approx(_typing, _x):
     return types.float32(types.float32), codegen
 
 
+# 1 / x, right to a unit in the last place.
+@intrinsic
+def rcp_approx(_typing, _x):
+    def codegen(_context, builder, _signature, args):
+        return _arithmetic(builder, _FLOAT, "rcp.approx.ftz.f32 $0, $1;", "=f,f", args)
+
+    return types.float32(types.float32), codegen
+
+
 # Adds x to four floats in global memory, in one access from sm_90 on; the address must be a
 # multiple of 16. Each addition is atomic.
 @intrinsic
 def red_add_x4(_typing, target, x, _x_index):
     def codegen(context, builder, _signature, args):
-        floats = [builder.load(e) for e in _elements(context, builder, x, *args[1:], 4)]
+        floats = [builder.load(e) for e in elements(context, builder, x, *args[1:], 4)]
         if ConfigStack().top().compute_capability >= (9, 0):
             text = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-            _assembly(builder, _VOID, text, "l,f,f,f,f", [args[0], *floats])
+            assembly(builder, _VOID, text, "l,f,f,f,f", [args[0], *floats])
         else:
             for i, value in enumerate(floats):
                 to = builder.gep(args[0], [_WORD(i)])
-                _assembly(builder, _VOID, "red.global.add.f32 [$0], $1;", "l,f", [to, value])
+                assembly(builder, _VOID, "red.global.add.f32 [$0], $1;", "l,f", [to, value])
         return context.get_dummy_value()
 
     return types.void(target, x, types.int64), codegen

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench import cache
 
@@ -360,6 +360,8 @@ def _numba_type(kind: str, dtype: str) -> Any:
         return types.CPointer(scalars[kind[:-1]])
     if kind in scalars:
         return scalars[kind]
+    if kind == "TensorMap":
+        return importlib.import_module("numba_kernels.ptx_sm90").TensorMap
     structs = importlib.import_module(
         "numba_kernels.scores" if kind == "ScoreParams" else "numba_kernels.common"
     )
@@ -401,6 +403,8 @@ def _compile_numba(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, s
         library._entry_name = function.name
         compiler.kernel_fixup(function, False)
         nvvm.set_launch_bounds(function, options.get("launch_bounds"))
+        kinds = [kind for kind, _ in entry.signature.parameters]
+        _pass_by_value(function, kinds.count("TensorMap"))
         target = (*cc, "a") if number >= 90 else cc
         if ptx:
             return library.get_lto_ptx(cc=target).encode(), function.name
@@ -427,6 +431,29 @@ def _compile_numba(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, s
             + "".join(f"called from {caller}\n" for caller in callers[::-1])
             + f"{place}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _pass_by_value(function: Any, tensor_maps: int) -> None:
+    """Make a Numba kernel's first parameters, pointers to it, what C++ calls ``__grid_constant__``.
+
+    That is a byval pointer in NVVM IR, and a note that the kernel does not write to it: without, it
+    would get a copy in local memory, which the copy engine cannot read.
+    """
+    if not tensor_maps:
+        return
+    ir = importlib.import_module("llvmlite.ir")
+
+    class Attributes(ir.values.ArgumentAttributes):  # type: ignore[misc, name-defined]
+        _known: ClassVar = {"byval": False}  # NVVM's dialect says it without the type
+
+    for argument in function.args[:tensor_maps]:
+        argument.attributes = Attributes(["byval"])
+        argument.attributes.align = 64
+    module = function.module
+    numbers = module.add_metadata([ir.IntType(32)(i + 1) for i in range(tensor_maps)])
+    name = ir.MetaDataString(module, "grid_constant")
+    note = module.add_metadata((function, name, numbers))
+    module.get_named_metadata("nvvm.annotations").add(note)
 
 
 def _numba_places(error: Exception, folder: Path) -> list[str]:

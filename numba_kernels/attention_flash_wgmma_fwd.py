@@ -1,0 +1,514 @@
+"""attention_flash_wgmma_fwd: Hopper's forward; one warpgroup copies, others multiply in the background.
+
+  s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
+
+As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
+accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
+as the consumers empty it, from one query tile on to the next without a break. And products are
+wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
+the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
+A block stays on its multiprocessor and walks over query tiles; the longest ones come first.
+
+Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
+               each; a block walks over query tiles, from the last row to the first of all heads
+Shared memory: the Q tile and a ring of STAGES tiles of K and of V, each with a barrier that says
+               it is full and one that says it is empty
+Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
+Twin:          cuda_src/attention_flash_wgmma_fwd.cu
+Launched by:   workbench/launchers.py, attention_flash_wgmma
+"""
+
+from collections import namedtuple
+
+from numba import cuda
+from numba.cuda import types
+
+from .common import (
+    INF,
+    LN2,
+    LOG2E,
+    advance,
+    cdiv,
+    copy16,
+    div,
+    head_tile,
+    offset_of,
+    reinterpret,
+    rem,
+    warp_max,
+    warp_sum,
+)
+from .ptx_sm80 import cvt_rn_x2, ex2_approx, lg2_approx, rcp_approx, shared_address
+from .ptx_sm90 import (
+    bar_arrive,
+    bar_sync,
+    cp_async_bulk_tensor_4d,
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    register_fence,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    wgmma_commit_group,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_rs,
+    wgmma_ss,
+    wgmma_wait_group,
+)
+from .scores import (
+    RANGE,
+    KeyRange,
+    finite_or_zero,
+    first_key,
+    key_range,
+    last_key,
+    sees,
+    tile_is_unmasked,
+)
+
+float32, int32, uint32 = types.float32, types.int32, types.uint32
+
+# A query tile, the keys that some row of it sees, and which ones a row sees.
+QueryTile = namedtuple("QueryTile", "batch_index head q_start k_start k_end band")
+
+TILE_WORDS = 9  # of a QueryTile in shared memory
+
+
+@cuda.jit(device=True, forceinline=True)
+def query_tile(
+    BLOCK_M, BLOCK_N, FEATURES, tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time
+):
+    tiles_q = uint32(cdiv(uint32(seqlen_q), BLOCK_M))
+    at = head_tile(tile, tiles_q, uint32(div(tiles, tiles_q)), uint32(heads_at_a_time))
+    batch_index = int32(div(at.head, uint32(heads_q)))
+    head = int32(rem(at.head, uint32(heads_q)))
+    q_start = int32((tiles_q - 1 - at.tile) * BLOCK_M)
+    band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
+    k_start = int32(div(first_key(FEATURES, band, q_start), BLOCK_N) * BLOCK_N)
+    k_end = last_key(FEATURES, band, int32(q_start + BLOCK_M))
+    return QueryTile(batch_index, head, q_start, k_start, k_end, band)
+
+
+@cuda.jit(device=True, forceinline=True)
+def put_tile(words, slot, t):
+    at = slot * TILE_WORDS
+    words[at], words[at + 1], words[at + 2] = t.batch_index, t.head, t.q_start
+    words[at + 3], words[at + 4] = t.k_start, t.k_end
+    words[at + 5], words[at + 6] = t.band.lo, t.band.hi
+    words[at + 7], words[at + 8] = t.band.q_length, t.band.kv_length
+
+
+@cuda.jit(device=True, forceinline=True)
+def get_tile(words, slot):
+    at = slot * TILE_WORDS
+    band = KeyRange(words[at + 5], words[at + 6], words[at + 7], words[at + 8])
+    return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
+
+
+# Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
+def load_tile(ROWS, COLS):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tile, map, full, row, head, batch_index):
+        mbarrier_arrive_expect_tx(full, ROWS * COLS * 2)
+        for col in range(0, COLS, 64):
+            to = uint32(tile + col * ROWS * 2)
+            cp_async_bulk_tensor_4d(to, map, full, col, row, head, batch_index)
+
+    return function
+
+
+# Starts s = q k^T for 64 rows of a Q tile of BLOCK_M.
+def start_scores(T, BLOCK_M, BLOCK_N, HEAD_DIM):
+    multiply, fence = wgmma_ss(T, BLOCK_N), register_fence(BLOCK_N // 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, q, k):
+        fence(s, 0)
+        wgmma_fence()
+        for d in range(HEAD_DIM // 16):
+            col, panel = (d & 3) * 32, d >> 2
+            a = wgmma_descriptor(uint32(q + panel * (BLOCK_M * 128) + col), 16)
+            b = wgmma_descriptor(uint32(k + panel * (BLOCK_N * 128) + col), 16)
+            multiply(s, 0, a, b, d > 0)
+        wgmma_commit_group()
+
+    return function
+
+
+# Starts acc += p v.
+def start_output(T, BLOCK_N, DIMS, PARTS):
+    multiply = wgmma_rs(T, DIMS)
+    fence_acc, fence_p = register_fence(PARTS * (DIMS // 2)), register_fence(BLOCK_N // 4)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, p, v):
+        fence_acc(acc, 0)
+        fence_p(p, 0)
+        wgmma_fence()
+        for key in range(BLOCK_N // 16):
+            for part in range(PARTS):
+                start = uint32(v + key * 16 * 128 + part * (DIMS // 64) * (BLOCK_N * 128))
+                b = wgmma_descriptor(start, BLOCK_N * 128)
+                multiply(acc, part * (DIMS // 2), p, key * 4, b, True)
+        wgmma_commit_group()
+
+    return function
+
+
+# Hides what rows and keys do not see of each other; row and col are those of s[0].
+def hide(FEATURES, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, score, band, row, col):
+        for n in range(N // 4):
+            for i in range(4):
+                its_row, its_col = int32(row + (i >> 1) * 8), int32(col + n * 8 + (i & 1))
+                if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
+                    s[4 * n + i] = -INF
+
+    return function
+
+
+# s becomes p; rescale is what the sums so far have to be multiplied by.
+def running_softmax(N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, row_max, row_sum, rescale, to_log2):
+        for half in range(2):
+            tile_max = float32(-INF)
+            for i in range(2 * half, N, 4):
+                tile_max = max(tile_max, max(s[i], s[i + 1]))
+            new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
+            subtrahend = finite_or_zero(new_max)
+            rescale[half] = ex2_approx(row_max[half] - subtrahend)
+            row_max[half] = new_max
+            total = float32(0)
+            for i in range(2 * half, N, 4):
+                s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
+                s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
+                total += s[i] + s[i + 1]
+            row_sum[half] = row_sum[half] * rescale[half] + total
+
+    return function
+
+
+# Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
+# exchange chunks of eight columns until each has whole ones.
+def store_rows(T, N):
+    pair = cvt_rn_x2(T)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(out, row_stride, acc, part, factor, rows, cols):
+        x = cuda.local.array(4, uint32)
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        quarter = lane_id & 3
+        for half in range(2):
+            for chunk in range(0, N // 4, 4):
+                for i in range(4):
+                    at = 4 * (chunk + i) + 2 * half
+                    x[i] = pair(acc[part, at] * factor[half], acc[part, at + 1] * factor[half])
+                for bit in range(1, 3):
+                    upper = quarter & bit != 0
+                    for i in range(4):
+                        if not i & bit:
+                            ours, theirs = x[i], x[i + bit]
+                            given = int32(ours if upper else theirs)
+                            other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
+                            x[i] = other if upper else ours
+                            x[i + bit] = theirs if upper else other
+                row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
+                if row < rows:
+                    to = advance(out, row * row_stride + col)
+                    if col + 8 <= cols:
+                        copy16(reinterpret(uint32, to), 0, x, 0)
+                    else:
+                        elements = reinterpret(T, x)
+                        for i in range(8):
+                            if col + i < cols:
+                                to[i] = elements[i]
+
+    return function
+
+
+def attention_flash_wgmma_fwd(
+    T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES, Q_STAGES, STAGES, THREADS
+):
+    CONSUMERS = THREADS // 128 - 1
+    DIMS = min(HEAD_DIM_V, 128)  # of one product with V
+    PARTS = HEAD_DIM_V // DIMS
+    Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
+    V_BYTES = BLOCK_N * HEAD_DIM_V * 2
+    TILES_END = Q_STAGES * TILE_WORDS
+    TURN = 128 * CONSUMERS  # threads at the barrier of a turn
+    ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
+
+    give_registers = setmaxnreg_dec(32 if CONSUMERS == 3 else 24)
+    take_registers = setmaxnreg_inc(160 if CONSUMERS == 3 else 240)
+    load_q, load_k = load_tile(BLOCK_M, HEAD_DIM), load_tile(BLOCK_N, HEAD_DIM)
+    load_v = load_tile(BLOCK_N, HEAD_DIM_V)
+    multiply_qk = start_scores(T, BLOCK_M, BLOCK_N, HEAD_DIM)
+    multiply_pv = start_output(T, BLOCK_N, DIMS, PARTS)
+    wait_for_scores, wait_for_all = wgmma_wait_group(1), wgmma_wait_group(0)
+    fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
+    hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
+    pair, store_part = cvt_rn_x2(T), store_rows(T, DIMS // 2)
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def kernel(
+        q_map,  # boxes of BLOCK_M rows
+        k_map,  # of BLOCK_N rows
+        v_map,  # the same
+        out,  # (batch, heads_q, seqlen_q, head_dim_v)
+        lse,  # (batch, heads_q, seqlen_q), contiguous
+        out_strides,
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        head_dim_v,
+        score,
+        heads_at_a_time,
+    ):
+        tile_smem = cuda.shared.array(0, int32, 16)
+        tiles_end = shared_address(tile_smem, TILES_END)
+        q_smem = uint32(cdiv(tiles_end, 1024) * 1024)
+        k_smem = uint32(q_smem + Q_STAGES * Q_BYTES)
+        v_smem = uint32(k_smem + STAGES * K_BYTES)
+        q_full = uint32(v_smem + STAGES * V_BYTES)
+        q_empty = uint32(q_full + 8 * Q_STAGES)
+        k_full = uint32(q_empty + 8 * Q_STAGES)
+        k_empty = uint32(k_full + 8 * STAGES)
+        v_full = uint32(k_empty + 8 * STAGES)
+        v_empty = uint32(v_full + 8 * STAGES)
+        thread = uint32(cuda.threadIdx.x)
+        if thread == 0:
+            for stage in range(Q_STAGES):
+                mbarrier_init(uint32(q_full + 8 * stage), 1)
+                mbarrier_init(uint32(q_empty + 8 * stage), 4 * CONSUMERS)  # one arrival a warp
+            for stage in range(STAGES):
+                mbarrier_init(uint32(k_full + 8 * stage), 1)
+                mbarrier_init(uint32(v_full + 8 * stage), 1)
+                mbarrier_init(uint32(k_empty + 8 * stage), 4 * CONSUMERS)
+                mbarrier_init(uint32(v_empty + 8 * stage), 4 * CONSUMERS)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+
+        # 1. Which rows are ours
+        tiles = uint32(batch * heads_q * cdiv(seqlen_q, BLOCK_M))
+        blocks = uint32(cuda.gridDim.x)
+        tile = uint32(cuda.blockIdx.x)
+        # K tiles and Q tiles so far: they tell stage and phase.
+        loaded, tiles_loaded = uint32(0), uint32(0)
+
+        if thread < 128:
+            give_registers()
+            if thread != 0:
+                return
+            while tile < tiles:
+                t = query_tile(
+                    BLOCK_M, BLOCK_N, FEATURES,
+                    tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,
+                )  # fmt: skip
+                tile = uint32(tile + blocks)
+                if t.k_start >= t.k_end:
+                    continue
+                # 2 (producer). Load the Q tile
+                slot = uint32(rem(tiles_loaded, Q_STAGES))
+                mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
+                tiles_loaded = uint32(tiles_loaded + 1)
+                put_tile(tile_smem, slot, t)  # which spares the consumers the divisions
+                load_q(
+                    uint32(q_smem + slot * Q_BYTES), q_map, uint32(q_full + 8 * slot),
+                    t.q_start, t.head, t.batch_index,
+                )  # fmt: skip
+
+                # 4 (producer). Walk over the key/value tiles
+                head_kv = int32(div(uint32(t.head), div(uint32(heads_q), uint32(heads_kv))))
+                k_start = t.k_start
+                while k_start < t.k_end:
+                    # 4a (producer). Load the K and V tiles
+                    stage = uint32(rem(loaded, STAGES))
+                    empty = ~div(loaded, STAGES) & 1
+                    mbarrier_wait(uint32(k_empty + 8 * stage), empty)
+                    load_k(
+                        uint32(k_smem + stage * K_BYTES), k_map, uint32(k_full + 8 * stage),
+                        k_start, head_kv, t.batch_index,
+                    )  # fmt: skip
+                    mbarrier_wait(uint32(v_empty + 8 * stage), empty)
+                    load_v(
+                        uint32(v_smem + stage * V_BYTES), v_map, uint32(v_full + 8 * stage),
+                        k_start, head_kv, t.batch_index,
+                    )  # fmt: skip
+                    k_start = int32(k_start + BLOCK_N)
+                    loaded = uint32(loaded + 1)
+            slot = uint32(rem(tiles_loaded, Q_STAGES))
+            mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
+            none = int32(0)
+            no_key = QueryTile(none, none, none, none, none, KeyRange(none, none, none, none))
+            put_tile(tile_smem, slot, no_key)  # the end
+            mbarrier_arrive(uint32(q_full + 8 * slot))
+            return
+
+        take_registers()
+        consumer = int32(cuda.shfl_sync(0xFFFFFFFF, int32(thread >> 7), 0) - 1)  # of the whole warp
+        lane_id = int32(thread & 31)
+        warp_row = int32(consumer * 64 + ((thread & 127) >> 5) * 16)
+        first_row, first_col = int32(warp_row + (lane_id >> 2)), int32((lane_id & 3) * 2)
+        q_rows = uint32(q_smem + consumer * (64 * 128))
+        to_log2 = float32(score.scale) * float32(LOG2E)
+        row_max = cuda.local.array(2, float32)
+        row_sum = cuda.local.array(2, float32)
+        rescale = cuda.local.array(2, float32)
+        done_max = cuda.local.array(2, float32)
+        done_sum = cuda.local.array(2, float32)
+        inverse = cuda.local.array(2, float32)
+        acc = cuda.local.array(ACC, float32)
+        s = cuda.local.array(SCORES, float32)
+        p = cuda.local.array(P, uint32)  # of the key tile before, until it is multiplied by its V
+        # Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
+        other = int32(0)
+        while other < consumer:
+            bar_arrive(1 + other, TURN)
+            other = int32(other + 1)
+
+        # What step 5 does with a tile: it leaves zeros behind.
+        def store(t, row_max, row_sum):
+            for half in range(2):
+                total = warp_sum(row_sum[half], 4)
+                # A row that sees no key gives 0.
+                inverse[half] = float32(0) if total == 0 else rcp_approx(total)
+                row = int32(t.q_start + first_row + 8 * half)
+                if row < seqlen_q and first_col == 0:
+                    at = (t.batch_index * heads_q + t.head) * seqlen_q + row
+                    lse[at] = (row_max[half] + lg2_approx(total)) * float32(LN2)
+            row = int32(t.q_start + warp_row)
+            rows = advance(out, offset_of(out_strides, t.batch_index, t.head, row))
+            for part in range(PARTS):
+                store_part(
+                    advance(rows, part * DIMS), out_strides.row, acc, part, inverse,
+                    int32(seqlen_q - row), int32(head_dim_v - part * DIMS),
+                )  # fmt: skip
+                for i in range(DIMS // 2):
+                    acc[part, i] = 0
+
+        def scores_are_there(t, k_start, loaded, tiles_loaded):
+            fence_s(s, 0)
+            if lane_id == 0:
+                mbarrier_arrive(uint32(k_empty + 8 * rem(loaded, STAGES)))
+                if k_start + BLOCK_N >= t.k_end:
+                    mbarrier_arrive(uint32(q_empty + 8 * rem(tiles_loaded, Q_STAGES)))
+            q_end, k_end = int32(t.q_start + BLOCK_M), int32(k_start + BLOCK_N)
+            if not tile_is_unmasked(FEATURES, t.band, t.q_start, q_end, k_start, k_end):
+                hide_scores(
+                    s, score, t.band, int32(t.q_start + first_row), int32(k_start + first_col)
+                )
+
+        def round_scores():
+            for i in range(P):
+                p[i] = pair(s[2 * i], s[2 * i + 1])
+
+        def start_rows():
+            for half in range(2):
+                row_max[half] = -INF
+                row_sum[half] = 0
+
+        # 3. Start the running softmax
+        start_rows()
+        for part in range(PARTS):
+            for i in range(DIMS // 2):
+                acc[part, i] = 0
+        mbarrier_wait(q_full, 0)
+        t = get_tile(tile_smem, 0)
+        k_start = t.k_start
+        some_key = k_start < t.k_end
+        if some_key:
+            mbarrier_wait(k_full, 0)
+            multiply_qk(s, q_rows, k_smem)
+            wait_for_all()
+            scores_are_there(t, k_start, loaded, tiles_loaded)
+            softmax(s, row_max, row_sum, rescale, to_log2)
+            round_scores()
+
+        # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+        before = t
+
+        def step(new_tile, t, before, k_start, loaded, tiles_loaded):
+            v_stage, v_phase = uint32(rem(loaded, STAGES)), div(loaded, STAGES) & 1
+            loaded = uint32(loaded + 1)
+            stage = uint32(rem(loaded, STAGES))
+
+            # 4b (consumers). s = q k^T, masked; meanwhile acc += p v of the key tile before
+            mbarrier_wait(uint32(k_full + 8 * stage), div(loaded, STAGES) & 1)
+            bar_sync(1 + consumer, TURN)  # our turn
+            multiply_qk(
+                s, uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES),
+                uint32(k_smem + stage * K_BYTES),
+            )  # fmt: skip
+            mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
+            multiply_pv(acc, p, uint32(v_smem + v_stage * V_BYTES))
+            for i in range(1, CONSUMERS):
+                bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
+            wait_for_scores()
+            scores_are_there(t, k_start, loaded, tiles_loaded)
+
+            # 4c (consumers). Rescale what we have to the new maximum
+            for half in range(2):
+                done_max[half], done_sum[half] = row_max[half], row_sum[half]
+            if new_tile:
+                start_rows()
+            softmax(s, row_max, row_sum, rescale, to_log2)
+
+            # 4d (consumers). acc += p v: it is there
+            wait_for_all()
+            fence_acc(acc, 0)
+            if lane_id == 0:
+                mbarrier_arrive(uint32(v_empty + 8 * v_stage))
+            if new_tile:
+                store(before, done_max, done_sum)
+            else:
+                for part in range(PARTS):
+                    for i in range(DIMS // 2):
+                        acc[part, i] *= rescale[i >> 1 & 1]
+            round_scores()
+
+        while some_key:
+            k_start = int32(k_start + BLOCK_N)
+            while k_start < t.k_end:
+                step(False, t, before, k_start, loaded, tiles_loaded)
+                loaded = uint32(loaded + 1)
+                k_start = int32(k_start + BLOCK_N)
+            tiles_loaded = uint32(tiles_loaded + 1)
+            slot = uint32(rem(tiles_loaded, Q_STAGES))
+            mbarrier_wait(uint32(q_full + 8 * slot), div(tiles_loaded, Q_STAGES) & 1)
+            t = get_tile(tile_smem, slot)
+            k_start = t.k_start
+            if k_start >= t.k_end:
+                break
+            step(True, t, before, k_start, loaded, tiles_loaded)
+            loaded = uint32(loaded + 1)
+            before = t
+
+        # 5. Normalise and store
+        if some_key:
+            stage = uint32(rem(loaded, STAGES))
+            mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
+            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
+            wait_for_all()
+            fence_acc(acc, 0)
+            store(before, row_max, row_sum)
+        # What the producer has passed over: query tiles that see no key.
+        if FEATURES & RANGE:
+            start_rows()
+            while tile < tiles:
+                t = query_tile(
+                    BLOCK_M, BLOCK_N, FEATURES,
+                    tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,
+                )  # fmt: skip
+                if t.k_start >= t.k_end:
+                    store(t, row_max, row_sum)
+                tile = uint32(tile + blocks)
+
+    return kernel
