@@ -177,14 +177,16 @@ def running_softmax(N):
     def function(s, row_max, row_sum, rescale, to_log2):
         for half in range(2):
             tile_max = float32(-INF)
-            for i in range(2 * half, N, 4):
+            for n in range(N // 4):
+                i = 4 * n + 2 * half
                 tile_max = max(tile_max, max(s[i], s[i + 1]))
             new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
             subtrahend = finite_or_zero(new_max)
             rescale[half] = ex2_approx(row_max[half] - subtrahend)
             row_max[half] = new_max
             total = float32(0)
-            for i in range(2 * half, N, 4):
+            for n in range(N // 4):
+                i = 4 * n + 2 * half
                 s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
                 s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
                 total += s[i] + s[i + 1]
@@ -386,11 +388,12 @@ def attention_flash_wgmma_fwd(
                     lse[at] = (row_max[half] + lg2_approx(total)) * float32(LN2)
             row = int32(t.q_start + warp_row)
             rows = advance(out, offset_of(out_strides, t.batch_index, t.head, row))
+            left = int32(seqlen_q - row)
+            store_part(rows, out_strides.row, acc, 0, inverse, left, int32(head_dim_v))
+            if PARTS == 2:  # a loop would be too long for the compiler to unroll
+                rest = int32(head_dim_v - DIMS)
+                store_part(advance(rows, DIMS), out_strides.row, acc, 1, inverse, left, rest)
             for part in range(PARTS):
-                store_part(
-                    advance(rows, part * DIMS), out_strides.row, acc, part, inverse,
-                    int32(seqlen_q - row), int32(head_dim_v - part * DIMS),
-                )  # fmt: skip
                 for i in range(DIMS // 2):
                     acc[part, i] = 0
 
