@@ -284,9 +284,9 @@ __global__ void __launch_bounds__(THREADS, 1)
   // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
   for (int other = 0; other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
 
+  // What step 5 does with a tile, and zeros for the next one.
   auto store = [&](const QueryTile& t, float (&acc)[PARTS][DIMS / 2], const float (&row_max)[2],
                    const float (&row_sum)[2]) {
-    // 5. Normalise and store
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
   };
 
-  // 3. Start the running softmax
+  // 3 (consumers). Start the running softmax
   float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
   float s[BLOCK_N / 2];
   uint32 p[BLOCK_N / 4];  // of the key tile before, until it is multiplied by its V
@@ -395,6 +395,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (k_start >= t.k_end) break;
     step(true);
   }
+
+  // 5 (consumers). Normalise and store
   if (any) {
     uint32 stage = loaded % STAGES;
     mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);

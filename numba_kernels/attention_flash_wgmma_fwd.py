@@ -7,7 +7,7 @@ accelerator, which one thread, the producer, keeps busy: it fills a ring of K an
 as the consumers empty it, from one query tile on to the next without a break. And products are
 wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
 the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
-A block stays on its multiprocessor and walks over query tiles; the longest ones come first.
+A block stays on its multiprocessor and takes query tiles from a counter, the longest ones first.
 
 Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
                each; a block walks over query tiles, from the last row to the first of all heads
@@ -38,7 +38,14 @@ from .common import (
     warp_max,
     warp_sum,
 )
-from .ptx_sm80 import cvt_rn_x2, ex2_approx, lg2_approx, rcp_approx, shared_address
+from .ptx_sm80 import (
+    atom_inc,
+    cvt_rn_x2,
+    ex2_approx,
+    lg2_approx,
+    rcp_approx,
+    shared_address,
+)
 from .ptx_sm90 import (
     bar_arrive,
     bar_sync,
@@ -82,10 +89,11 @@ def query_tile(
     BLOCK_M, BLOCK_N, FEATURES, tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time
 ):
     tiles_q = uint32(cdiv(uint32(seqlen_q), BLOCK_M))
-    at = head_tile(tile, tiles_q, uint32(div(tiles, tiles_q)), uint32(heads_at_a_time))
-    batch_index = int32(div(at.head, uint32(heads_q)))
-    head = int32(rem(at.head, uint32(heads_q)))
-    q_start = int32((tiles_q - 1 - at.tile) * BLOCK_M)
+    heads_total = uint32(div(tiles, tiles_q))
+    head, tile = head_tile(tile, tiles_q, heads_total, uint32(heads_at_a_time))
+    batch_index = int32(div(head, uint32(heads_q)))
+    head = int32(rem(head, uint32(heads_q)))
+    q_start = int32((tiles_q - 1 - tile) * BLOCK_M)
     band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
     k_start = int32(div(first_key(FEATURES, band, q_start), BLOCK_N) * BLOCK_N)
     k_end = last_key(FEATURES, band, int32(q_start + BLOCK_M))
@@ -263,6 +271,7 @@ def attention_flash_wgmma_fwd(
         v_map,  # the same
         out,  # (batch, heads_q, seqlen_q, head_dim_v)
         lse,  # (batch, heads_q, seqlen_q), contiguous
+        counter,  # of query tiles that blocks have taken, zeroed
         out_strides,
         batch,
         heads_q,
@@ -309,12 +318,14 @@ def attention_flash_wgmma_fwd(
             give_registers()
             if thread != 0:
                 return
-            while tile < tiles:
+            following = tile
+            while following < tiles:
+                tile = following
+                following = uint32(blocks + atom_inc(counter))  # long before it is needed
                 t = query_tile(
                     BLOCK_M, BLOCK_N, FEATURES,
                     tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,
                 )  # fmt: skip
-                tile = uint32(tile + blocks)
                 if t.k_start >= t.k_end:
                     continue
                 # 2 (producer). Load the Q tile
@@ -376,7 +387,7 @@ def attention_flash_wgmma_fwd(
             bar_arrive(1 + other, TURN)
             other = int32(other + 1)
 
-        # What step 5 does with a tile: it leaves zeros behind.
+        # What step 5 does with a tile, and zeros for the next one.
         def store(t, row_max, row_sum):
             for half in range(2):
                 total = warp_sum(row_sum[half], 4)
@@ -418,7 +429,7 @@ def attention_flash_wgmma_fwd(
                 row_max[half] = -INF
                 row_sum[half] = 0
 
-        # 3. Start the running softmax
+        # 3 (consumers). Start the running softmax
         start_rows()
         for part in range(PARTS):
             for i in range(DIMS // 2):
@@ -494,7 +505,7 @@ def attention_flash_wgmma_fwd(
             loaded = uint32(loaded + 1)
             before = t
 
-        # 5. Normalise and store
+        # 5 (consumers). Normalise and store
         if some_key:
             stage = uint32(rem(loaded, STAGES))
             mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)

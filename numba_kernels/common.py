@@ -144,23 +144,6 @@ def cdiv(a, b):
     return div(a + b - 1, b)
 
 
-# A head (of all batches) and a tile of it.
-HeadTile = namedtuple("HeadTile", "head tile")
-
-
-# Blocks go through `at_a_time` heads tile by tile, the same tile of all of these heads after each
-# other, and then on to the next heads: so what the blocks of a moment read is little enough to stay
-# in the L2 cache.
-@cuda.jit(device=True, forceinline=True)
-def head_tile(index, tiles, heads_total, at_a_time):
-    uint32 = types.uint32
-    first_head = uint32(div(index, uint32(at_a_time * tiles)) * at_a_time)
-    heads = uint32(min(at_a_time, uint32(heads_total - first_head)))
-    rest = uint32(index - first_head * tiles)
-    return HeadTile(uint32(first_head + rem(rest, heads)), uint32(div(rest, heads)))
-
-
-# exp(x) by the hardware's exp2, right to two units in the last place; below 2^-126 it is 0.
 # Blocks go through `at_a_time` heads tile by tile, the same tile of all of these heads after each
 # other, and then on to the next heads: so what the blocks of a moment read is little enough to stay
 # in the L2 cache. A head (of all batches) and a tile of it.
@@ -172,6 +155,7 @@ def head_tile(index, tiles, heads_total, at_a_time):
     return types.uint32(first_head + rem(rest, heads)), types.uint32(div(rest, heads))
 
 
+# exp(x) by the hardware's exp2, right to two units in the last place; below 2^-126 it is 0.
 @intrinsic
 def exp_of(_typing, x):
     def codegen(_context, builder, _signature, args):

@@ -28,7 +28,8 @@ def test_names_are_unique_and_ordered() -> None:
     names = [row.name for row in KERNELS]
     assert len(set(names)) == len(names)
     attention = [row.name for row in ATTENTION]
-    assert attention[:2] == ["attention_flash_mma", "attention_flash_simt"]
+    fastest = ["attention_flash_wgmma", "attention_flash_mma", "attention_flash_simt"]
+    assert attention[:3] == fastest
     assert attention[-1] == "attention_naive"
 
 
@@ -36,7 +37,9 @@ def test_names_are_unique_and_ordered() -> None:
 def test_a_name_is_one_word_everywhere(row: table.Kernel) -> None:
     assert row.work is getattr(launchers, row.name)
     assert row.name.startswith(row.op)
-    suffixes = ("_fwd", "_bwd") if row.op == "attention" else ("",)
+    suffixes = ("",)
+    if row.op == "attention":
+        suffixes = ("_fwd", "_bwd") if row.backward else ("_fwd",)
     for language in row.languages:
         for suffix in suffixes:
             assert row.name + suffix in stems(language)

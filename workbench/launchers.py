@@ -251,7 +251,6 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
     reasons = [
         (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
-        (problem.op != "attention", "it computes the forward only"),
         (bool(features(problem) & ~RANGE), "it takes no mask, bias or softcap"),
         (problem.scale <= 0, f"it takes a positive scale, not {problem.scale}"),
         (problem.has_kv_lengths, "it takes no kv_lengths"),

@@ -43,6 +43,8 @@ class Kernel:
     work : callable
         Its launcher: ``(problem, arch) -> Work``.
     languages, dtypes : tuple of str
+    backward : bool
+        Whether a kernel of attention computes that too.
     max_head_dim : int or None
         Of q and k as of v; None is any.
     needs_contiguous : bool
@@ -55,6 +57,7 @@ class Kernel:
     work: Callable[[Any, str], Work]
     languages: tuple[str, ...] = ("cuda", "numba")
     dtypes: tuple[str, ...] = ALL_DTYPES
+    backward: bool = True
     max_head_dim: int | None = None
     needs_contiguous: bool = False
 
@@ -63,6 +66,8 @@ class Kernel:
         if problem.op.removesuffix("_backward") != self.op:
             return [f"it computes {SPELLED_OUT[self.op]}"]
         reasons = []
+        if problem.op != self.op and not self.backward:
+            reasons.append("it computes the forward only")
         if problem.dtype not in self.dtypes:
             reasons.append(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}")
         if self.op == "vector_add":
@@ -100,6 +105,7 @@ KERNELS: tuple[Kernel, ...] = (
         "Hopper's forward: copies and products in the background",
         launchers.attention_flash_wgmma,
         dtypes=("float16", "bfloat16"),
+        backward=False,
         max_head_dim=256,
     ),
     Kernel(
