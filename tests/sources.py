@@ -143,7 +143,12 @@ def cuda_entries(stem: str) -> list[Entry]:
 
 def _plain_type(kind: str) -> str:
     """The type as `launchers` declares it."""
-    kind = kind.removeprefix("const ").removeprefix("__grid_constant__ ").replace("acc_t<T>", "Acc").replace(" *", "*")
+    kind = (
+        kind.removeprefix("const ")
+        .removeprefix("__grid_constant__ ")
+        .replace("acc_t<T>", "Acc")
+        .replace(" *", "*")
+    )
     return kind.replace("ScoreParams<Acc>", "ScoreParams")
 
 

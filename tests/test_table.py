@@ -89,7 +89,7 @@ def test_the_first_row_without_an_objection_runs() -> None:
 
 @pytest.mark.parametrize("kernel", ["", "attention", "vector_add", 3, ["attention_naive"]])
 def test_unknown_names(kernel: Any) -> None:
-    with pytest.raises(ValueError, match="it takes 'attention_flash_mma', ") as caught:
+    with pytest.raises(ValueError, match="it takes 'attention_flash_wgmma', ") as caught:
         table.select(PROBLEM, "cuda", "sm_90", kernel)
     assert not isinstance(caught.value, NoKernelError)
     for row in ATTENTION:
@@ -99,6 +99,34 @@ def test_unknown_names(kernel: Any) -> None:
 
 def reason(row: str, problem: Any, arch: str = "sm_90") -> str:
     return "; ".join(named(row).why_not(problem, arch))
+
+
+def test_a_kernel_that_would_be_slower_steps_back_unless_it_is_named() -> None:
+    large = replace(PROBLEM, dtype="bfloat16", batch=64, seqlen_q=1000)
+    assert table.select(large, "cuda", "sm_90").name == "attention_flash_wgmma"
+    small = replace(large, batch=1)
+    assert table.select(small, "cuda", "sm_90").name == "attention_flash_mma"
+    why = table.objections(small, "cuda", "sm_90")["attention_flash_wgmma"]
+    assert why == ["its 32 tiles of 128 queries would leave most multiprocessors without work"]
+    named = table.select(small, "cuda", "sm_90", "attention_flash_wgmma")
+    assert named.name == "attention_flash_wgmma"
+
+
+def test_what_hopper_declines() -> None:
+    half = replace(PROBLEM, dtype="float16", seqlen_q=1000)
+    assert reason("attention_flash_wgmma", half) == ""
+    for change, why in (
+        ({"op": "attention_backward"}, "the forward only"),
+        ({"has_mask": True}, "no mask"),
+        ({"softcap": 1.0}, "no mask, bias or softcap"),
+        ({"scale": -1.0}, "a positive scale, not -1.0"),
+        ({"has_kv_lengths": True}, "no kv_lengths"),
+        ({"alignment": 8}, "multiples of 16 bytes, not 8"),
+        ({"seqlen_k": 0}, "at least one key"),
+        ({"strides": (("k", (0, 64, 64)),)}, "repeat or run backwards"),
+    ):
+        assert why in reason("attention_flash_wgmma", replace(half, **change)), change
+    assert "of sm_90, not sm_100" in reason("attention_flash_wgmma", half, "sm_100")
 
 
 def test_reasons_are_sentences() -> None:
@@ -124,7 +152,10 @@ def test_reasons_are_sentences() -> None:
     assert "seqlen_q must be below 2**30" in reason("attention_flash_simt", long)
     many = replace(PROBLEM, batch=2**31)
     for row in ATTENTION:
-        assert "a grid holds 2**31 - 1" in reason(row.name, many)
+        taken = replace(many, dtype=row.dtypes[0])
+        assert re.search(
+            r"(a grid holds|it counts query tiles to) 2\*\*31 - 1", reason(row.name, taken)
+        )
     strided = replace(VECTOR, strides=tuple((name, (2,)) for name, _ in STRIDES))
     assert "contiguous" in reason("vector_add", strided)
     assert reason("vector_add_vec4", strided) == ""
@@ -178,7 +209,8 @@ def test_a_language_that_a_kernel_is_not_written_in(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("arch", ARCHS)
 def test_instances_reach_every_kernel_dtype_and_feature(arch: str) -> None:
     units = table.compile_units(arch)
-    rows = [row for row in KERNELS if row.name != "attention_flash_mma" or arch != "sm_75"]
+    needs = {"attention_flash_wgmma": ("sm_90",), "attention_flash_mma": ARCHS[1:]}
+    rows = [row for row in KERNELS if arch in needs.get(row.name, ARCHS)]
     assert list(units) == [row.name for row in rows]
     for row in rows:
         entries = [launch.entry for launch in units[row.name]]
@@ -187,7 +219,7 @@ def test_instances_reach_every_kernel_dtype_and_feature(arch: str) -> None:
         )
         features = [dict(e.constants).get("FEATURES", 0) for e in entries]
         if row.op == "attention":
-            assert max(features) == 15
+            assert max(features) == (15 if row.backward else launchers.RANGE)
             assert min(features) == 0
     flash = {dict(x.entry.constants)["FEATURES"] for x in units["attention_flash_simt"]
              if "flash" in x.entry.name}  # fmt: skip

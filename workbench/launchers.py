@@ -258,7 +258,6 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
             problem.alignment < 16,
             f"it takes rows at multiples of 16 bytes, not {problem.alignment}",
         ),
-        (problem.seqlen_q <= 64, "it is for more than 64 queries"),
         (problem.seqlen_k == 0, "it is for at least one key"),
         (
             any(min(strides[:3]) <= 0 for name, strides in problem.strides if name in "qkv"),
@@ -298,6 +297,17 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         ),
     )  # fmt: skip
     return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
+
+
+def too_few_queries(problem: Problem) -> str | None:
+    """Why `attention_flash_wgmma` would be slower than the next kernel, if it would.
+
+    Its tiles are high and each takes a whole multiprocessor.
+    """
+    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, 128)
+    if problem.seqlen_q > 64 and tiles >= MULTIPROCESSORS // 2:
+        return None
+    return f"its {tiles} tiles of 128 queries would leave most multiprocessors without work"
 
 
 def _heads_each(problem: Problem) -> int:

@@ -49,6 +49,9 @@ class Kernel:
         Of q and k as of v; None is any.
     needs_contiguous : bool
         Whether `vector_add` takes only arrays that are one run of elements.
+    slower : callable or None
+        ``problem -> str | None``: why a kernel further down is faster, if it is. Only a call that
+        names no kernel heeds it.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Kernel:
     backward: bool = True
     max_head_dim: int | None = None
     needs_contiguous: bool = False
+    slower: Callable[[Any], str | None] | None = None
 
     def why_not(self, problem: Any, arch: str) -> list[str]:
         """Sentences saying why this kernel cannot take `problem` on `arch`; none if it can."""
@@ -107,6 +111,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=("float16", "bfloat16"),
         backward=False,
         max_head_dim=256,
+        slower=launchers.too_few_queries,
     ),
     Kernel(
         "attention_flash_mma",
@@ -170,6 +175,9 @@ def objections(
         if kernel is not None and row.name != kernel:
             continue
         reasons[row.name] = row.why_not(problem, arch)
+        slower = row.slower(problem) if row.slower and not kernel else None
+        if slower and not reasons[row.name]:
+            reasons[row.name].append(slower)
         if language not in row.languages:
             reasons[row.name].append(f"it is not written in {language}")
     return reasons
