@@ -3,7 +3,7 @@
   p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
 
 The scores are recomputed from q, k and lse. A block keeps a tile of keys and walks over the
-queries that see them. The warps share the scores, then p and ds go through shared memory, and the
+queries that see them. The warps share the scores; then p and ds go through shared memory, and the
 warps share the other three products anew, each so that a warp has as square a part as it can. dk
 and dv stay in registers; dq is a sum over blocks and is added up in dq_acc, in fp32 and in the
 layout of accumulators; attention_dq rounds it and puts its rows in order. With DETERMINISTIC a

@@ -1,18 +1,19 @@
-"""attention_flash_wgmma_fwd: Hopper's forward; one warpgroup copies, others multiply in the background.
+"""attention_flash_wgmma_fwd: Hopper's forward, copies and products in the background.
 
   s = q k^T,  p = softmax(s),  out = p v,  lse = log(sum(exp(s)))
 
 As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
 accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
 as the consumers empty it, from one query tile on to the next without a break. And products are
-wgmmas, which run in the background: a consumer starts the next scores, then the product of p with
-the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor cores.
-A block stays on its multiprocessor and takes query tiles from a counter, the longest ones first.
+wgmmas, which run in the background: a consumer starts the next scores, then the product of p
+with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
+cores. A block stays on its multiprocessor and takes query tiles from a counter, the longest ones
+first.
 
-Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query rows
-               each; a block walks over query tiles, from the last row to the first of all heads
-Shared memory: the Q tile and a ring of STAGES tiles of K and of V, each with a barrier that says
-               it is full and one that says it is empty
+Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
+               rows each; a block walks over query tiles
+Shared memory: the Q tiles and a ring of STAGES tiles of K and of V, each with a barrier that
+               says it is full and one that says it is empty
 Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 Twin:          cuda_src/attention_flash_wgmma_fwd.cu
 Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -222,20 +223,21 @@ def store_rows(T, N):
                     upper = quarter & bit != 0
                     for i in range(4):
                         if not i & bit:
-                            ours, theirs = x[i], x[i + bit]
-                            given = int32(ours if upper else theirs)
+                            given = int32(x[i] if upper else x[i + bit])
                             other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
-                            x[i] = other if upper else ours
-                            x[i + bit] = theirs if upper else other
+                            if upper:
+                                x[i] = other
+                            else:
+                                x[i + bit] = other
                 row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
                 if row < rows:
                     to = advance(out, row * row_stride + col)
-                    if col + 8 <= cols:
+                    if int32(col + 8) <= cols:
                         copy16(reinterpret(uint32, to), 0, x, 0)
                     else:
                         elements = reinterpret(T, x)
                         for i in range(8):
-                            if col + i < cols:
+                            if int32(col + i) < cols:
                                 to[i] = elements[i]
 
     return function

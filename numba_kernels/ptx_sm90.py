@@ -27,11 +27,11 @@ def _statement(text, constraints, *kinds):
     return types.void(*kinds), codegen
 
 
-# ------------------------------------------------------------------------------- barriers in memory
+# ------------------------------------------------------------------------------ barriers in memory
 #
 # An mbarrier counts arrivals and bytes on their way. When `count` threads have arrived and no byte
-# is missing, its phase ends and the next one begins. Waiters name the parity of the phase that they
-# wait for: 0 for the first. To wait for parity 1 of a fresh barrier is to wait for nothing.
+# is missing, its phase ends and the next one begins. Waiters name the parity of the phase that
+# they wait for: 0 for the first. To wait for parity 1 of a fresh barrier is to wait for nothing.
 
 
 @intrinsic
@@ -79,9 +79,9 @@ def mbarrier_wait(barrier, parity):
 
 # ---------------------------------------------------------------------------------- tensor copies
 
-# What cuTensorMapEncodeTiled makes of an array: its address, shape and strides, and the box that one
-# copy takes. A kernel hands it on and never looks into it. As a kernel's parameter it is passed by
-# value, and the kernel has its address.
+# What cuTensorMapEncodeTiled makes of an array: its address, shape and strides, and the box that
+# one copy takes. A kernel hands it on and never looks into it. As a kernel's parameter it is passed
+# by value (workbench/compile.py), and this is its address.
 TensorMap = types.CPointer(types.UniTuple(types.uint64, 16))
 
 
@@ -97,12 +97,12 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _map, _barrier, _col, _row, _head,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
-# --------------------------------------------------------------------------- products of warpgroups
+# -------------------------------------------------------------------------- products of warpgroups
 #
-# A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the background:
-# between wgmma_commit_group and a wgmma_wait_group that leaves fewer groups under way, nobody may
-# touch its registers or shared memory. Accumulators lie as those of mma_m16n8k16 (ptx_sm80.py), 16
-# rows a warp.
+# A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the
+# background: between wgmma_commit_group and a wgmma_wait_group that leaves fewer groups under way,
+# nobody may touch its registers or shared memory. Accumulators lie as those of mma_m16n8k16
+# (ptx_sm80.py), 16 rows a warp.
 
 
 @intrinsic
@@ -142,8 +142,8 @@ def register_fence(N):
 
 
 # Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.py,
-# the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are the
-# sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
+# the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
+# the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
 @intrinsic
 def wgmma_descriptor(_typing, _shared, _leading):
     def codegen(_context, builder, _signature, args):
