@@ -17,8 +17,8 @@
 // Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 // Twin:          numba_kernels/attention_flash_wgmma_fwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
-#include "ptx_sm90.cuh"
 #include "scores.cuh"
+#include "warpgroups.cuh"
 
 // A query tile, the keys that some row of it sees, and which ones a row sees.
 struct QueryTile {
@@ -46,55 +46,6 @@ __device__ __forceinline__ QueryTile query_tile(uint32 tile,
   return t;
 }
 
-// Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
-template <int ROWS, int COLS>
-__device__ __forceinline__ void load_tile(uint32 tile,
-                                          const TensorMap& map,
-                                          uint32 full,
-                                          int row,
-                                          int head,
-                                          int batch_index) {
-  mbarrier_arrive_expect_tx(full, ROWS * COLS * 2);
-#pragma unroll
-  for (int col = 0; col < COLS; col += 64) {
-    cp_async_bulk_tensor_4d(tile + col * ROWS * 2, map, full, col, row, head, batch_index);
-  }
-}
-
-// Starts s = q k^T for 64 rows of a Q tile of BLOCK_M.
-template <typename T, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
-  register_fence(s);
-  wgmma_fence();
-#pragma unroll
-  for (int d = 0; d < HEAD_DIM; d += 16) {
-    int col = d % 64 * 2;
-    Wgmma<T, BLOCK_N>::ss(s, wgmma_descriptor(q + d / 64 * (BLOCK_M * 128) + col, 16),
-                          wgmma_descriptor(k + d / 64 * (BLOCK_N * 128) + col, 16), d > 0);
-  }
-  wgmma_commit_group();
-}
-
-// Starts acc += p v.
-template <typename T, int BLOCK_N, int DIMS, int PARTS>
-__device__ __forceinline__ void start_output(float (&acc)[PARTS][DIMS / 2],
-                                             uint32 (&p)[BLOCK_N / 4],
-                                             uint32 v) {
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
-  register_fence(p);
-  wgmma_fence();
-#pragma unroll
-  for (int key = 0; key < BLOCK_N; key += 16) {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-      uint32 from = v + key * 128 + part * (DIMS / 64) * (BLOCK_N * 128);
-      Wgmma<T, DIMS>::rs(acc[part], p + key / 4, wgmma_descriptor(from, BLOCK_N * 128), true);
-    }
-  }
-  wgmma_commit_group();
-}
-
 // Hides what rows and keys do not see of each other; row and col are those of s[0].
 template <int FEATURES, int N, typename Acc>
 __device__ __forceinline__ void hide(float (&s)[N],
@@ -110,6 +61,7 @@ __device__ __forceinline__ void hide(float (&s)[N],
 }
 
 // s becomes p; rescale is what the sums so far have to be multiplied by.
+// All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
 template <int N>
 __device__ __forceinline__ void running_softmax(float (&s)[N],
                                                 float (&row_max)[2],
@@ -133,51 +85,6 @@ __device__ __forceinline__ void running_softmax(float (&s)[N],
       sum += s[i] + s[i + 1];
     }
     row_sum[half] = row_sum[half] * rescale[half] + sum;
-  }
-}
-
-// Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-// exchange chunks of eight columns until each has whole ones.
-template <typename T, int N>
-__device__ __forceinline__ void store_rows(T* out,
-                                           int64 row_stride,
-                                           const float (&acc)[N],
-                                           const float (&factor)[2],
-                                           int rows,
-                                           int cols) {
-  int lane_id = threadIdx.x % 32, quarter = lane_id % 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int chunk = 0; chunk < N / 4; chunk += 4) {
-      uint32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = acc + 4 * (chunk + i) + 2 * half;
-        x[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
-      }
-#pragma unroll
-      for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i & bit) continue;
-          bool upper = quarter & bit;
-          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
-          (upper ? x[i] : x[i + bit]) = other;
-        }
-      }
-      int row = lane_id / 4 + 8 * half, col = 8 * (chunk + quarter);
-      if (row >= rows) continue;
-      T* to = out + row * row_stride + col;
-      if (col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (col + i < cols) to[i] = reinterpret_cast<const T*>(x)[i];
-        }
-      }
-    }
   }
 }
 
@@ -240,6 +147,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 tiles = uint32(batch * heads_q * cdiv(seqlen_q, int64(BLOCK_M)));
   uint32 loaded = 0, tiles_loaded = 0;  // K tiles and Q tiles so far: they tell stage and phase
 
+  // A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them, or 32 x 128 + 160 x 384.
   if (threadIdx.x < 128) {
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
@@ -248,7 +156,9 @@ __global__ void __launch_bounds__(THREADS, 1)
       QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q,
                                                            seqlen_k, heads_at_a_time);
       if (t.k_start >= t.k_end) continue;
+
       // 2 (producer). Load the Q tile
+      // To wait for an empty slot is to wait for the phase before: a fresh barrier has had it.
       uint32 slot = tiles_loaded % Q_STAGES;
       mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
       ++tiles_loaded;
@@ -316,6 +226,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   mbarrier_wait(q_full, 0);
   QueryTile t = tile_smem[0];
   int k_start = t.k_start;
+  // The K tile may be loaded over, after the last one of a query tile Q too.
   auto scores_are_there = [&]() {
     register_fence(s);
     if (lane_id == 0) {
@@ -332,9 +243,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
   };
   bool any = k_start < t.k_end;
-  if (any) {
+  if (any) {  // the first scores have nobody's p v to run beside
     mbarrier_wait(k_full, 0);
-    start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(s, q_smem + consumer * (64 * 128), k_smem);
+    start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(s, q_smem + consumer * (64 * 128), k_smem);
     wgmma_wait_group<0>();
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
@@ -342,6 +253,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+  // A step begins a key tile and ends the one before, which for the first key tile of a query tile
+  // is the last one of the query tile before. `new_tile` is known where this is compiled: twice.
   QueryTile before = t;
   auto step = [&](bool new_tile) __attribute__((always_inline)) {
     uint32 v_stage = loaded % STAGES, v_phase = loaded / STAGES & 1;
@@ -351,11 +264,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     // 4b (consumers). s = q k^T, masked; meanwhile acc += p v of the key tile before
     mbarrier_wait(k_full + 8 * stage, loaded / STAGES & 1);
     bar_sync(1 + consumer, 128 * CONSUMERS);  // our turn
-    start_scores<T, BLOCK_M, BLOCK_N, HEAD_DIM>(
+    start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(
         s, q_smem + tiles_loaded % Q_STAGES * Q_BYTES + consumer * (64 * 128),
         k_smem + stage * K_BYTES);
     mbarrier_wait(v_full + 8 * v_stage, v_phase);
-    start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + v_stage * V_BYTES);
+    start_rn<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + v_stage * V_BYTES);
     for (int i = 1; i < CONSUMERS; ++i) {
       bar_arrive(1 + (consumer + i) % CONSUMERS, 128 * CONSUMERS);
     }
@@ -370,6 +283,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     running_softmax(s, row_max, row_sum, rescale, to_log2);
 
     // 4d (consumers). acc += p v: it is there
+    // Only now p may be written over, and V loaded over.
     wgmma_wait_group<0>();
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
@@ -400,7 +314,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (any) {
     uint32 stage = loaded % STAGES;
     mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);
-    start_output<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
+    start_rn<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);

@@ -30,11 +30,9 @@ from .common import (
     LOG2E,
     advance,
     cdiv,
-    copy16,
     div,
     head_tile,
     offset_of,
-    reinterpret,
     rem,
     warp_max,
     warp_sum,
@@ -50,20 +48,13 @@ from .ptx_sm80 import (
 from .ptx_sm90 import (
     bar_arrive,
     bar_sync,
-    cp_async_bulk_tensor_4d,
     fence_mbarrier_init,
     mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
-    wgmma_commit_group,
-    wgmma_descriptor,
-    wgmma_fence,
-    wgmma_rs,
-    wgmma_ss,
     wgmma_wait_group,
 )
 from .scores import (
@@ -76,6 +67,7 @@ from .scores import (
     sees,
     tile_is_unmasked,
 )
+from .warpgroups import load_tile, start_nt, start_rn, store_rows
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -117,56 +109,6 @@ def get_tile(words, slot):
     return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
 
 
-# Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
-def load_tile(ROWS, COLS):
-    @cuda.jit(device=True, forceinline=True)
-    def function(tile, map, full, row, head, batch_index):
-        mbarrier_arrive_expect_tx(full, ROWS * COLS * 2)
-        for col in range(0, COLS, 64):
-            to = uint32(tile + col * ROWS * 2)
-            cp_async_bulk_tensor_4d(to, map, full, col, row, head, batch_index)
-
-    return function
-
-
-# Starts s = q k^T for 64 rows of a Q tile of BLOCK_M.
-def start_scores(T, BLOCK_M, BLOCK_N, HEAD_DIM):
-    multiply, fence = wgmma_ss(T, BLOCK_N), register_fence(BLOCK_N // 2)
-
-    @cuda.jit(device=True, forceinline=True)
-    def function(s, q, k):
-        fence(s, 0)
-        wgmma_fence()
-        for d in range(HEAD_DIM // 16):
-            col, panel = (d & 3) * 32, d >> 2
-            a = wgmma_descriptor(uint32(q + panel * (BLOCK_M * 128) + col), 16)
-            b = wgmma_descriptor(uint32(k + panel * (BLOCK_N * 128) + col), 16)
-            multiply(s, 0, a, b, d > 0)
-        wgmma_commit_group()
-
-    return function
-
-
-# Starts acc += p v.
-def start_output(T, BLOCK_N, DIMS, PARTS):
-    multiply = wgmma_rs(T, DIMS)
-    fence_acc, fence_p = register_fence(PARTS * (DIMS // 2)), register_fence(BLOCK_N // 4)
-
-    @cuda.jit(device=True, forceinline=True)
-    def function(acc, p, v):
-        fence_acc(acc, 0)
-        fence_p(p, 0)
-        wgmma_fence()
-        for key in range(BLOCK_N // 16):
-            for part in range(PARTS):
-                start = uint32(v + key * 16 * 128 + part * (DIMS // 64) * (BLOCK_N * 128))
-                b = wgmma_descriptor(start, BLOCK_N * 128)
-                multiply(acc, part * (DIMS // 2), p, key * 4, b, True)
-        wgmma_commit_group()
-
-    return function
-
-
 # Hides what rows and keys do not see of each other; row and col are those of s[0].
 def hide(FEATURES, N):
     @cuda.jit(device=True, forceinline=True)
@@ -181,6 +123,7 @@ def hide(FEATURES, N):
 
 
 # s becomes p; rescale is what the sums so far have to be multiplied by.
+# All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
 def running_softmax(N):
     @cuda.jit(device=True, forceinline=True)
     def function(s, row_max, row_sum, rescale, to_log2):
@@ -188,7 +131,8 @@ def running_softmax(N):
             tile_max = float32(-INF)
             for n in range(N // 4):
                 i = 4 * n + 2 * half
-                tile_max = max(tile_max, max(s[i], s[i + 1]))
+                pair_max = max(s[i], s[i + 1])
+                tile_max = max(tile_max, pair_max)
             new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
             subtrahend = finite_or_zero(new_max)
             rescale[half] = ex2_approx(row_max[half] - subtrahend)
@@ -200,45 +144,6 @@ def running_softmax(N):
                 s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
                 total += s[i] + s[i + 1]
             row_sum[half] = row_sum[half] * rescale[half] + total
-
-    return function
-
-
-# Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-# exchange chunks of eight columns until each has whole ones.
-def store_rows(T, N):
-    pair = cvt_rn_x2(T)
-
-    @cuda.jit(device=True, forceinline=True)
-    def function(out, row_stride, acc, part, factor, rows, cols):
-        x = cuda.local.array(4, uint32)
-        lane_id = uint32(cuda.threadIdx.x) & 31
-        quarter = lane_id & 3
-        for half in range(2):
-            for chunk in range(0, N // 4, 4):
-                for i in range(4):
-                    at = 4 * (chunk + i) + 2 * half
-                    x[i] = pair(acc[part, at] * factor[half], acc[part, at + 1] * factor[half])
-                for bit in range(1, 3):
-                    upper = quarter & bit != 0
-                    for i in range(4):
-                        if not i & bit:
-                            given = int32(x[i] if upper else x[i + bit])
-                            other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
-                            if upper:
-                                x[i] = other
-                            else:
-                                x[i + bit] = other
-                row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
-                if row < rows:
-                    to = advance(out, row * row_stride + col)
-                    if int32(col + 8) <= cols:
-                        copy16(reinterpret(uint32, to), 0, x, 0)
-                    else:
-                        elements = reinterpret(T, x)
-                        for i in range(8):
-                            if int32(col + i) < cols:
-                                to[i] = elements[i]
 
     return function
 
@@ -259,8 +164,8 @@ def attention_flash_wgmma_fwd(
     take_registers = setmaxnreg_inc(160 if CONSUMERS == 3 else 240)
     load_q, load_k = load_tile(BLOCK_M, HEAD_DIM), load_tile(BLOCK_N, HEAD_DIM)
     load_v = load_tile(BLOCK_N, HEAD_DIM_V)
-    multiply_qk = start_scores(T, BLOCK_M, BLOCK_N, HEAD_DIM)
-    multiply_pv = start_output(T, BLOCK_N, DIMS, PARTS)
+    multiply_qk = start_nt(T, HEAD_DIM, BLOCK_M, BLOCK_N)
+    multiply_pv = start_rn(T, BLOCK_N, DIMS, PARTS)
     wait_for_scores, wait_for_all = wgmma_wait_group(1), wgmma_wait_group(0)
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
@@ -316,6 +221,8 @@ def attention_flash_wgmma_fwd(
         # K tiles and Q tiles so far: they tell stage and phase.
         loaded, tiles_loaded = uint32(0), uint32(0)
 
+        # A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them, or 32 x 128 +
+        # 160 x 384.
         if thread < 128:
             give_registers()
             if thread != 0:
@@ -330,7 +237,10 @@ def attention_flash_wgmma_fwd(
                 )  # fmt: skip
                 if t.k_start >= t.k_end:
                     continue
+
                 # 2 (producer). Load the Q tile
+                # To wait for an empty slot is to wait for the phase before: a fresh barrier has
+                # had it.
                 slot = uint32(rem(tiles_loaded, Q_STAGES))
                 mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
                 tiles_loaded = uint32(tiles_loaded + 1)
@@ -410,6 +320,7 @@ def attention_flash_wgmma_fwd(
                 for i in range(DIMS // 2):
                     acc[part, i] = 0
 
+        # The K tile may be loaded over, after the last one of a query tile Q too.
         def scores_are_there(t, k_start, loaded, tiles_loaded):
             fence_s(s, 0)
             if lane_id == 0:
@@ -440,7 +351,7 @@ def attention_flash_wgmma_fwd(
         t = get_tile(tile_smem, 0)
         k_start = t.k_start
         some_key = k_start < t.k_end
-        if some_key:
+        if some_key:  # the first scores have nobody's p v to run beside
             mbarrier_wait(k_full, 0)
             multiply_qk(s, q_rows, k_smem)
             wait_for_all()
@@ -449,6 +360,9 @@ def attention_flash_wgmma_fwd(
             round_scores()
 
         # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+        # A step begins a key tile and ends the one before, which for the first key tile of a query
+        # tile is the last one of the query tile before. `new_tile` is known where this is compiled:
+        # twice.
         before = t
 
         def step(new_tile, t, before, k_start, loaded, tiles_loaded):
@@ -478,6 +392,7 @@ def attention_flash_wgmma_fwd(
             softmax(s, row_max, row_sum, rescale, to_log2)
 
             # 4d (consumers). acc += p v: it is there
+            # Only now p may be written over, and V loaded over.
             wait_for_all()
             fence_acc(acc, 0)
             if lane_id == 0:

@@ -88,7 +88,7 @@ TensorMap = types.CPointer(types.UniTuple(types.uint64, 16))
 # Copies the box at (col, row, head, batch) of an array, elements outside of which are 0, and takes
 # its bytes off the barrier's count. One thread starts it.
 @intrinsic
-def cp_async_bulk_tensor_4d(_typing, _shared, _map, _barrier, _col, _row, _head, _batch):
+def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row, _head, _batch):
     text = (
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[$0], [$1, {$3, $4, $5, $6}], [$2];"

@@ -66,6 +66,9 @@ MISTAKES = (
 )
 
 
+BACKWARD_OR_BIAS = ("cap after the bias", "no delta")
+
+
 @pytest.mark.parametrize(
     "row", [r for r in workbench.KERNELS if r.op == "attention"], ids=lambda r: r.name
 )
@@ -73,6 +76,8 @@ def test_the_mistakes_that_every_attention_kernel_could_make(row: Any) -> None:
     for language in row.languages:
         mutated = [m.name for m in MUTATIONS if (m.kernel, m.language) == (row.name, language)]
         for mistake in MISTAKES:
+            if mistake in BACKWARD_OR_BIAS and not row.backward:
+                continue
             assert any(mistake in name for name in mutated), f"{language}: {mistake}"
 
 

@@ -1,0 +1,108 @@
+// Tiles that the copy engine of sm_90 brings, and products of warpgroups with them.
+// Twin: numba_kernels/warpgroups.py
+//
+// A tile of ROWS x COLS lies in shared memory as COLS / 64 panels of ROWS x 64, each row of a panel
+// in 128 bytes and swizzled as in fragments.cuh:
+//
+//     | row 0, columns 0 to 63 | row 0, columns 64 to 127 |     a panel is what one copy brings and
+//     | row 1                  | row 1                    |     begins at a multiple of 1024 bytes
+//     | ...                    | ...                      |
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+// Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void load_tile(uint32 tile,
+                                          const TensorMap& map,
+                                          uint32 full,
+                                          int row,
+                                          int head,
+                                          int batch_index) {
+  mbarrier_arrive_expect_tx(full, ROWS * COLS * 2);
+#pragma unroll
+  for (int col = 0; col < COLS; col += 64) {
+    cp_async_bulk_tensor_4d(tile + col * ROWS * 2, map, full, col, row, head, batch_index);
+  }
+}
+
+// Starts acc = sum over d < DEPTH of a[row][d] * b[col][d], for 64 rows of a tile of A_ROWS and all
+// B_ROWS of b: both have the sums' axis along their rows.
+template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
+__device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uint32 b) {
+  register_fence(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d += 16) {
+    int col = d % 64 * 2;
+    Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a + d / 64 * (A_ROWS * 128) + col, 16),
+                         wgmma_descriptor(b + d / 64 * (B_ROWS * 128) + col, 16), d > 0);
+  }
+  wgmma_commit_group();
+}
+
+// Starts acc += sum over d < DEPTH of a[row][d] * b[d][col], where a is in registers and b has COLS
+// columns a part, 64 after 64.
+template <typename T, int DEPTH, int COLS, int PARTS>
+__device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
+                                         uint32 (&a)[DEPTH / 4],
+                                         uint32 b) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+  register_fence(a);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d += 16) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      uint32 from = b + d * 128 + part * (COLS / 64) * (DEPTH * 128);
+      Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(from, DEPTH * 128), true);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
+// exchange chunks of eight columns until each has whole ones.
+template <typename T, int N>
+__device__ __forceinline__ void store_rows(T* out,
+                                           int64 row_stride,
+                                           const float (&acc)[N],
+                                           const float (&factor)[2],
+                                           int rows,
+                                           int cols) {
+  int lane_id = threadIdx.x % 32, quarter = lane_id % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int chunk = 0; chunk < N / 4; chunk += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = acc + 4 * (chunk + i) + 2 * half;
+        x[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & bit) continue;
+          bool upper = quarter & bit;
+          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+          (upper ? x[i] : x[i + bit]) = other;
+        }
+      }
+      int row = lane_id / 4 + 8 * half, col = 8 * (chunk + quarter);
+      if (row >= rows) continue;
+      T* to = out + row * row_stride + col;
+      if (col + 8 <= cols) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (col + i < cols) to[i] = reinterpret_cast<const T*>(x)[i];
+        }
+      }
+    }
+  }
+}

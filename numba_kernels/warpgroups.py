@@ -1,0 +1,120 @@
+"""Tiles that the copy engine of sm_90 brings, and products of warpgroups with them.
+
+A tile of ROWS x COLS lies in shared memory as COLS / 64 panels of ROWS x 64, each row of a panel
+in 128 bytes and swizzled as in fragments.cuh:
+
+    | row 0, columns 0 to 63 | row 0, columns 64 to 127 |     a panel is what one copy brings and
+    | row 1                  | row 1                    |     begins at a multiple of 1024 bytes
+    | ...                    | ...                      |
+
+Twin: cuda_src/warpgroups.cuh.
+"""
+
+from numba import cuda
+from numba.cuda import types
+
+from .common import advance, copy16, reinterpret
+from .ptx_sm80 import cvt_rn_x2
+from .ptx_sm90 import (
+    cp_async_bulk_tensor_4d,
+    mbarrier_arrive_expect_tx,
+    register_fence,
+    wgmma_commit_group,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_rs,
+    wgmma_ss,
+)
+
+int32, uint32 = types.int32, types.uint32
+
+
+# Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
+def load_tile(ROWS, COLS):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tile, tensor_map, full, row, head, batch_index):
+        mbarrier_arrive_expect_tx(full, ROWS * COLS * 2)
+        for col in range(0, COLS, 64):
+            to = uint32(tile + col * ROWS * 2)
+            cp_async_bulk_tensor_4d(to, tensor_map, full, col, row, head, batch_index)
+
+    return function
+
+
+# Starts acc = sum over d < DEPTH of a[row, d] * b[col, d], for 64 rows of a tile of A_ROWS and all
+# B_ROWS of b: both have the sums' axis along their rows.
+def start_nt(T, DEPTH, A_ROWS, B_ROWS):
+    multiply, fence = wgmma_ss(T, B_ROWS), register_fence(B_ROWS // 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        fence(acc, 0)
+        wgmma_fence()
+        for d in range(DEPTH // 16):
+            col, panel = (d & 3) * 32, d >> 2
+            from_a = wgmma_descriptor(uint32(a + panel * (A_ROWS * 128) + col), 16)
+            from_b = wgmma_descriptor(uint32(b + panel * (B_ROWS * 128) + col), 16)
+            multiply(acc, 0, from_a, from_b, d > 0)
+        wgmma_commit_group()
+
+    return function
+
+
+# Starts acc += sum over d < DEPTH of a[row, d] * b[d, col], where a is in registers and b has COLS
+# columns a part, 64 after 64.
+def start_rn(T, DEPTH, COLS, PARTS):
+    multiply = wgmma_rs(T, COLS)
+    fence_acc, fence_a = register_fence(PARTS * (COLS // 2)), register_fence(DEPTH // 4)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        fence_acc(acc, 0)
+        fence_a(a, 0)
+        wgmma_fence()
+        for d in range(DEPTH // 16):
+            for part in range(PARTS):
+                start = uint32(b + d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128))
+                from_b = wgmma_descriptor(start, DEPTH * 128)
+                multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
+        wgmma_commit_group()
+
+    return function
+
+
+# Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
+# exchange chunks of eight columns until each has whole ones.
+def store_rows(T, N):
+    pair = cvt_rn_x2(T)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(out, row_stride, acc, part, factor, rows, cols):
+        x = cuda.local.array(4, uint32)
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        quarter = lane_id & 3
+        for half in range(2):
+            for chunk in range(0, N // 4, 4):
+                for i in range(4):
+                    at = 4 * (chunk + i) + 2 * half
+                    x[i] = pair(acc[part, at] * factor[half], acc[part, at + 1] * factor[half])
+                for bit in range(1, 3):
+                    upper = quarter & bit != 0
+                    for i in range(4):
+                        if not i & bit:
+                            given = int32(x[i] if upper else x[i + bit])
+                            other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
+                            if upper:
+                                x[i] = other
+                            else:
+                                x[i + bit] = other
+                row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
+                if row < rows:
+                    to = advance(out, row * row_stride + col)
+                    if int32(col + 8) <= cols:
+                        copy16(reinterpret(uint32, to), 0, x, 0)
+                    else:
+                        elements = reinterpret(T, x)
+                        for i in range(8):
+                            if int32(col + i) < cols:
+                                to[i] = elements[i]
+
+    return function
