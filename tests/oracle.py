@@ -22,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from workbench import reference
+from workbench import checks, reference
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -541,6 +541,28 @@ def random_example(
 
 # Each option alone, then together, with lengths that straddle tiles. Small enough for all of them
 # to run over every kernel, language and dtype.
+def example(row: Any, seed: int, **problem: Any) -> Example:
+    """A random problem, of float32 unless it says otherwise or the kernel does not take that."""
+    usual = "float32" if row is None or "float32" in row.dtypes else row.dtypes[0]
+    return random_example(seed, **{"dtype": usual} | problem)
+
+
+def part_taken(row: Any, e: Example, arch: str) -> Example | None:
+    """The example, without its backward where the kernel declines that, or None."""
+    named = {"q": e.q, "k": e.k, "v": e.v} | {
+        name: x for name, x in e.options.items() if isinstance(x, np.ndarray) and x.ndim
+    }
+    options: dict[str, Any] = {"causal": False, "window": None, "scale": None, "softcap": 0.0}
+    options = {name: e.options.get(name, x) for name, x in options.items()} | {"layout": "bhnd"}
+    call = checks.prepare_attention(named, return_lse=True, backend="reference", **options)
+    problem = checks.with_strides(call.problem, call.arrays)
+    if row.why_not(problem, arch):
+        return None
+    backward = replace(problem, op="attention_backward", return_dbias=problem.has_bias)
+    declined = row.why_not(backward, arch)
+    return replace(e, dout=None, dlse=None) if declined else e
+
+
 PROBLEMS: dict[str, dict[str, Any]] = {
     "square": {"seqlen_q": 64, "head_dim": 64},
     "odd": {"seqlen_q": 33, "seqlen_k": 129, "head_dim": 33, "head_dim_v": 65},
