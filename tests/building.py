@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,18 @@ def cuobjdump() -> str | None:
     return next((path for path in found if path), None)
 
 
+def opcodes(binary: compiler.Binary, folder: Path) -> list[str]:
+    """The instructions of a cubin, in order; skip the test where nothing can read it."""
+    program = cuobjdump()
+    if program is None:
+        pytest.skip("cuobjdump is not installed")
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary.code)
+    command = [program, "-sass", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
+
+
 def copy_sources(language: str, folder: Path) -> Path:
     """Copy the sources of a language into a package of the same name in `folder`."""
     source = compiler.source_path(language, "common").parent
@@ -66,16 +80,18 @@ def redirect(monkeypatch: pytest.MonkeyPatch, language: str, folder: Path) -> No
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_120")
 REGISTERS = 65536  # of a multiprocessor, on all of these
-# A kernel that uses every register that a thread can have may keep two addresses in local memory,
-# read once a tile. An array that was not promoted to registers takes hundreds of bytes.
-ALL_REGISTERS, LEFT_OVER = 254, 16
+# A kernel that uses every register that a thread of its block can have may keep two addresses in
+# local memory, read once a tile. An array that was not promoted to registers takes hundreds of
+# bytes.
+LEFT_OVER = 16
 
 
 def gate(language: str, launch: Launch, arch: str) -> None:
     """Compile a kernel and hold what it takes of a multiprocessor to what there is."""
     binary = compiler.build(language, launch.entry, arch)
     what = f"{launch.entry.describe()} in {language} for {arch}"
-    allowed = LEFT_OVER if binary.registers >= ALL_REGISTERS else 0
+    available = min(254, REGISTERS // launch.block // 8 * 8)
+    allowed = LEFT_OVER if binary.registers >= available else 0
     assert binary.stack_bytes <= allowed, f"{what} has {binary.stack_bytes} bytes of stack"
     # A warp gets its registers by eights of each thread.
     warps = -(-launch.block // 32)
@@ -93,18 +109,23 @@ def units(language: str, arch: str) -> list[Launch]:
     of float32 and, of the other dtypes, the kernels with every option.
     """
     rows = {row.name: row for row in table.KERNELS}
-    return [
-        launch
-        for name, launches in table.compile_units(arch).items()
-        if language in rows[name].languages
-        for launch in launches
-        if _is_compiled(language, arch, dict(launch.entry.constants))
-    ]
+    chosen = []
+    for name, launches in table.compile_units(arch).items():
+        constants = [dict(launch.entry.constants) for launch in launches]
+        every = max(x.get("FEATURES", 0) for x in constants)
+        if language in rows[name].languages:
+            chosen += [
+                launch
+                for launch, x in zip(launches, constants, strict=True)
+                if _is_compiled(language, arch, x, every)
+            ]
+    return chosen
 
 
-def _is_compiled(language: str, arch: str, constants: dict[str, Any]) -> bool:
+def _is_compiled(language: str, arch: str, constants: dict[str, Any], every: int) -> bool:
+    """Whether the tests compile an instance; `every` is FEATURES with all that its row takes."""
     dtype, features, head_dim = (constants.get(x) for x in ("T", "FEATURES", "HEAD_DIM"))
-    full = features in (None, 15)  # of a kernel without options too
+    full = features in (None, every)  # of a kernel without options too
     if arch != "sm_90":
         # bfloat16 has no conversions of its own on sm_75.
         main = ("float32", "bfloat16") if language == "cuda" else ("float32",)

@@ -7,14 +7,15 @@ word. What both languages are launched with is declared once, in `launchers`; bo
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from building import needs
+from building import needs, opcodes
 from sources import Entry, cuda_entries, header, helpers, numba_entries, stems, steps
 
 from workbench import compile as compiler
-from workbench import table
+from workbench import launchers, table
 
 STEMS = stems("cuda")
 ARCHS = ("sm_75", "sm_90")
@@ -275,6 +276,33 @@ def test_launch_bounds_are_equal(stem: str) -> None:
             found = [] if bounds is None else [bounds] if isinstance(bounds, int) else list(bounds)
             assert found == wanted, launch.entry.describe()
             assert launch.block == (wanted or [launch.block])[0], launch.entry.describe()
+
+
+# ------------------------------------------------------------------- products of warpgroups
+
+
+@needs("cuda")
+@needs("numba")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_of_warpgroups_run_in_the_background(head_dim: int, tmp_path: Path) -> None:
+    """Where ptxas finds too few registers it waits after every product, and says nothing."""
+    launches = table.compile_units("sm_90")["attention_flash_wgmma"]
+    chosen = {"T": "bfloat16", "HEAD_DIM": head_dim, "FEATURES": launchers.RANGE}
+    entries = [x.entry for x in launches if chosen.items() <= dict(x.entry.constants).items()]
+    assert entries
+    for entry in entries:
+        products, arguments_at = [], []
+        for language in compiler.LANGUAGES:
+            binary = compiler.build(language, entry, "sm_90")
+            found = opcodes(binary, tmp_path)
+            # After the first scores, after either product of both kinds of steps, and at the end.
+            waits = sum(op.startswith("WARPGROUP.DEPBAR") for op in found)
+            assert waits == 6, f"{entry.describe()} in {language} waits at {waits} places"
+            products.append(sum(op.startswith("HGMMA") for op in found))
+            arguments_at.append(binary.arguments_at)
+        assert products[0] == products[1] > 0, entry.describe()
+        # A tensor map is passed by value, at a multiple of 64 bytes.
+        assert arguments_at[0] == arguments_at[1] > 0, entry.describe()
 
 
 # -------------------------------------------------------------------------- the reader itself

@@ -235,6 +235,9 @@ def _attention_problems() -> Iterator[Problem]:
         yield from problems("bfloat16", head_dim, batch=1, **_RANGE)
     for head_dim in (96, 192):
         yield from problems("bfloat16", head_dim, **_RANGE)
+    # What wgmma has of its own: other tiles for long sequences.
+    for head_dim in (64, 256):
+        yield from problems("bfloat16", head_dim, seqlen_k=8192, **_RANGE)
     few = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
     yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
     yield from problems("bfloat16", 128, **few | {"batch": 4})
