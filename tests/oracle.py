@@ -392,7 +392,13 @@ def _term_sizes(e: Example) -> dict[str, float]:
         sizes["dk"] = slack * _ungrouped(draw.swapaxes(-1, -2) @ abs(q), e.k)
         sizes["dv"] = slack * _ungrouped(p.swapaxes(-1, -2) @ dout, e.k)
         if "bias" in e.options:
-            sizes["dbias"] = slack * sum_to(ds, e.options["bias"].shape)
+            bias = e.options["bias"]
+            # Whatever dtype dbias has, its delta comes from an out that was rounded to q's. Those
+            # roundings are independent, so their squares add up (a row has one delta: p, not p**2).
+            squares = p * ((dout * (p @ abs(v))) ** 2).sum(-1, keepdims=True)
+            ratio = roundoff(e.dtype) / roundoff(bias.dtype)
+            rounded = ratio * np.sqrt(sum_to(squares, bias.shape))
+            sizes["dbias"] = slack * sum_to(ds, bias.shape) + rounded
     return {name: float(np.max(size, initial=0.0)) for name, size in sizes.items()}
 
 
