@@ -241,6 +241,20 @@ def test_ptx_has_source_lines_and_its_own_place_in_the_cache(
     assert compiler.build_ptx(language, entry(), "sm_80") == (text, symbol)
 
 
+@needs("numba")
+@pytest.mark.usefixtures("empty_cache")
+def test_numba_says_nothing_of_variables_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have names that an assembler refuses, and only source lines are wanted."""
+    nvvm = importlib.import_module("numba.cuda.cudadrv.nvvm")
+    seen = []
+    original = nvvm.compile_ir
+    monkeypatch.setattr(nvvm, "compile_ir", lambda ir, **o: (seen.append(ir), original(ir, **o))[1])
+    compiler.build("numba", entry(), "sm_80")
+    text = "".join(module for ir in seen for module in ([ir] if isinstance(ir, str) else ir))
+    assert "!dbg" in text
+    assert not re.search(r"call .*llvm\.dbg\.", text)
+
+
 def test_the_languages_do_not_share_entries() -> None:
     for language in compiler.LANGUAGES:
         try:

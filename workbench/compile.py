@@ -401,6 +401,8 @@ def _compile_numba(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, s
         library = compiled.library
         function = library.get_function(compiled.fndesc.llvm_func_name)
         library._entry_name = function.name
+        for module in library.modules:
+            _forget_variables(module)
         compiler.kernel_fixup(function, False)
         nvvm.set_launch_bounds(function, options.get("launch_bounds"))
         kinds = [kind for kind, _ in entry.signature.parameters]
@@ -431,6 +433,22 @@ def _compile_numba(entry: Entry, arch: str, ptx: bool = False) -> tuple[bytes, s
             + "".join(f"called from {caller}\n" for caller in callers[::-1])
             + f"{place}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _forget_variables(module: Any) -> None:
+    """Leave of what Numba tells a debugger the source lines alone.
+
+    NVVM 13.0 makes symbols of some variables that the assembler then refuses ("Symbol name with
+    unsupported characters").
+    """
+
+    def names_a_variable(instruction: Any) -> bool:
+        called = getattr(instruction, "callee", None)  # inline PTX has no name
+        return getattr(called, "name", "").startswith("llvm.dbg.")
+
+    for function in module.functions:
+        for block in function.blocks:
+            block.instructions = [i for i in block.instructions if not names_a_variable(i)]
 
 
 def _pass_by_value(function: Any, tensor_maps: int) -> None:

@@ -156,14 +156,13 @@ def activate(y: Array, bias: Array, name: str, dtype: Any) -> Array:
     slope, cubic = GATED["silu"] if name == "swiglu" else GATED.get(name, (0.0, 0.0))
     xp = array_module(y)
     if xp is not np:
-        real = wide(dtype).type
         out = xp.empty((*y.shape[:-1], width), dtype)
         if name == "gelu":
-            return _gpu("gelu")(y, bias, real(math.sqrt(0.5)), out)
+            return _gpu("gelu")(y, bias, math.sqrt(0.5), out)
         if name == "swiglu":
             gate, value = y[..., :width], y[..., width:]
-            return _gpu("swiglu")(gate, bias[:width], value, bias[width:], real(1), out)
-        return _gpu("gated")(y, bias, real(slope), real(cubic), out)
+            return _gpu("swiglu")(gate, bias[:width], value, bias[width:], out)
+        return _gpu("gated")(y, bias, slope, cubic, out)
     if _is_compiled(y):
         from workbench.cpu import activate as compiled
 
@@ -191,6 +190,12 @@ def _gated(x: np.ndarray[Any, Any], slope: float, cubic: float) -> Any:
     return x * expit(x * (real(slope) + real(cubic) * x * x))
 
 
+_WIDE = """
+template <typename T> struct Wide { typedef float type; };
+template <> struct Wide<double> { typedef double type; };
+"""
+
+
 @functools.cache
 def _gpu(name: str) -> Any:
     """A kernel for CuPy arrays: T is the dtype of products and R that of everything else."""
@@ -215,19 +220,22 @@ def _gpu(name: str) -> Any:
             "z = x + R(scale) * (R(y) + R(bias))",
         ),
         "gelu": (
-            "S x, W bias, R root",
+            "S x, W bias, float64 root",
             "T y",
-            "R t = R(x) + R(bias); y = T(t * R(0.5) * (R(1) + erf(t * root)))",
+            "R t = R(x) + R(bias); y = T(t * R(0.5) * (R(1) + erf(t * R(root))))",
         ),
         "gated": (
-            "S x, W bias, R slope, R cubic",
+            "S x, W bias, float64 slope, float64 cubic",
             "T y",
-            "R t = R(x) + R(bias); y = T(t / (R(1) + exp(-t * (slope + cubic * t * t))))",
+            "R t = R(x) + R(bias); y = T(t / (R(1) + exp(-t * (R(slope) + R(cubic) * t * t))))",
         ),
         "swiglu": (
-            "S gate, W gate_bias, S value, W value_bias, R one",
+            "S gate, W bias, S value, W value_bias",
             "T y",
-            "R t = R(gate) + R(gate_bias); y = T(t / (one + exp(-t)) * (R(value) + R(value_bias)))",
+            "R t = R(gate) + R(bias); y = T(t / (R(1) + exp(-t)) * (R(value) + R(value_bias)))",
         ),
     }[name]
-    return cupy.ElementwiseKernel(arguments, result, code, f"vit_{name}")
+    # CuPy learns a type from arrays alone, and where no array is of type R, T tells which it is.
+    wide_of_t = {"preamble": _WIDE, "loop_prep": "typedef Wide<T>::type R"}
+    more = {} if "R x" in arguments else wide_of_t
+    return cupy.ElementwiseKernel(arguments, result, code, f"vit_{name}", **more)
