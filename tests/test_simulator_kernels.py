@@ -180,7 +180,7 @@ WALK = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seqlen_q": 140, "seqlen_k": 30
         # Lengths that end in, with and in front of a tile of 128 keys, the last and the only one.
         {"kv_lengths": [255, 256]},
         {"kv_lengths": [1, 0]},
-        {"kv_lengths": [127, 129], "q_lengths": [140, 3], "window": (20, 30)},
+        {"kv_lengths": [127, 129], "q_lengths": [140, 3], "window": (20, 30), "head_dim_v": 104},
         {"softcap": 0.75},
         {"softcap": 30.0, "scale": 2.0},
         {"scale": -0.4},
