@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int PARTS = HEAD_DIM_V / DIMS;
   constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2;
   constexpr int V_BYTES = BLOCK_N * HEAD_DIM_V * 2;
-  // Before the largest score is looked for, not in the exponent: there a scale must be positive.
-  constexpr bool SCALED = FEATURES & (SOFTCAP | ANY_SCALE);
+  constexpr bool SCALED = FEATURES & (SOFTCAP | ANY_SCALE);  // before the largest is looked for
 
   extern __shared__ uint4 shared[];
   QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared);

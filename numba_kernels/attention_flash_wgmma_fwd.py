@@ -160,8 +160,7 @@ def attention_flash_wgmma_fwd(
     PARTS = HEAD_DIM_V // DIMS
     Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
     V_BYTES = BLOCK_N * HEAD_DIM_V * 2
-    # Before the largest score is looked for, not in the exponent: there a scale must be positive.
-    SCALED = FEATURES & (SOFTCAP | ANY_SCALE)
+    SCALED = FEATURES & (SOFTCAP | ANY_SCALE)  # before the largest is looked for
     TILES_END = Q_STAGES * TILE_WORDS
     TURN = 128 * CONSUMERS  # threads at the barrier of a turn
     ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
@@ -347,8 +346,8 @@ def attention_flash_wgmma_fwd(
             for i in range(P):
                 p[i] = pair(s[2 * i], s[2 * i + 1])
 
-        # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key
-        # tile of a query tile; every consumer has to come, so nobody's turn may be open.
+        # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
+        # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
         def clear_past_length(t, stage):
             rows = int32(t.band.kv_length - div(t.k_end - 1, BLOCK_N) * BLOCK_N)
             if FEATURES & KV_LENGTHS and rows < BLOCK_N:

@@ -250,6 +250,7 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
 
 def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
+    read = [name for name, _ in problem.strides if name in "qkv"]
     reasons = [
         (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
         (problem.has_mask or problem.has_bias, "it takes no mask and no bias"),
@@ -259,7 +260,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         ),
         (problem.seqlen_k == 0, "it is for at least one key"),
         (
-            any(min(_map_strides(problem, name)) <= 0 for name, _ in problem.strides if name in "qkv"),
+            any(min(_map_strides(problem, name)) <= 0 for name in read),
             "it takes no arrays that repeat or run backwards",
         ),
     ]
@@ -352,11 +353,13 @@ def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, A
 
     A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
     """
+    batch, heads, rows = _map_sizes(problem, chosen.array)
     cols = problem.head_dim_v if chosen.array == "v" else problem.head_dim
+    batch_stride, head_stride, row_stride = _map_strides(problem, chosen.array)
     return {
         "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
-        "global_address": address, "global_dim": (cols, *reversed(_map_sizes(problem, chosen.array))),
-        "global_strides": (*reversed(_map_strides(problem, chosen.array)),),
+        "global_address": address, "global_dim": (cols, rows, heads, batch),
+        "global_strides": (row_stride, head_stride, batch_stride),
         "box_dim": (64, chosen.rows, 1, 1),
         "element_strides": (1, 1, 1, 1), "interleave": 0, "swizzle": 3, "l2_promotion": 3,
         "oob_fill": 0,

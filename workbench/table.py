@@ -205,7 +205,7 @@ def select(problem: Any, language: str, arch: str, kernel: str | None = None) ->
 # ------------------------------------------------------------------ what the tests compile
 
 # Options that set each bit of FEATURES.
-_RANGE = {"window_right": 0}
+_RANGE: dict[str, Any] = {"window_right": 0}
 _EACH = (_RANGE, {"has_mask": True}, {"has_bias": True}, {"softcap": 30.0})
 _EVERYTHING: dict[str, Any] = {name: value for option in _EACH for name, value in option.items()}
 
@@ -245,7 +245,7 @@ def _attention_problems() -> Iterator[Problem]:
         yield from problems("bfloat16", head_dim, **all_but_arrays)
     yield from problems("bfloat16", 128, BOTH_WAYS[:1], has_kv_lengths=True)
     yield from problems("bfloat16", 128, BOTH_WAYS[:1], scale=-1.0)
-    few = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
+    few: dict[str, Any] = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
     yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
     yield from problems("bfloat16", 128, **few | {"batch": 4})
     yield from problems("bfloat16", 128, deterministic=True, **_RANGE)
