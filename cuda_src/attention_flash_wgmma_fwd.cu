@@ -247,8 +247,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
   };
-  // Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key tile
-  // of a query tile; every consumer has to come, so nobody's turn may be open.
+  // Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key
+  // tile of a query tile; every consumer has to come, so nobody's turn may be open.
   auto clear_past_length = [&](const QueryTile& t, uint32 stage) {
     int rows = t.band.kv_length - (t.k_end - 1) / BLOCK_N * BLOCK_N;
     if (FEATURES & KV_LENGTHS && rows < BLOCK_N) {
