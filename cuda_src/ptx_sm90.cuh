@@ -70,6 +70,11 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
+// Makes what this thread wrote to shared memory known to tensor copies and products of warpgroups.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // -------------------------------------------------------------------------- products of warpgroups
 //
 // A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the
