@@ -216,9 +216,13 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @on_posix
 @needs("cuda")
 def test_both_sides_are_shown_and_written(
-    pretended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pretended: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert pretended
+    monkeypatch.setenv("COLUMNS", "150")
     out = tmp_path / "found.json"
     asked = ["--kernel", "vector_add_vec4", "--backend", "cuda", "--out", str(out)]
     assert HARDWARE.main(asked) == 0
