@@ -125,6 +125,17 @@ __device__ __forceinline__ uint32 cvt_rn_x2<__nv_bfloat16>(float first, float se
   return pair;
 }
 
+// The first or the second of two elements in a register, as a float.
+template <typename T>
+__device__ __forceinline__ float cvt_first(uint32 pair) {
+  return to_acc(__builtin_bit_cast(T, static_cast<unsigned short>(pair)));
+}
+
+template <typename T>
+__device__ __forceinline__ float cvt_second(uint32 pair) {
+  return to_acc(__builtin_bit_cast(T, static_cast<unsigned short>(pair >> 16)));
+}
+
 // 2^x and the logarithm to base 2, right to two units in the last place; subnormal results are 0.
 __device__ __forceinline__ float ex2_approx(float x) {
   float y;

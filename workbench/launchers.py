@@ -64,6 +64,11 @@ FLASH_WGMMA_FWD = _signature(
     "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse, int* counter", "out",
     "int64 heads_at_a_time",
 )  # fmt: skip
+FLASH_WGMMA_BWD = _signature(
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, TensorMap dout_map, Acc* stats, "
+    "Acc* dq_acc, int* turns, T* dk, T* dv",
+    "dk dv", "int64 heads_at_a_time",
+)  # fmt: skip
 FLASH_MMA_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
     "dout q k v dk dv", "int64 heads_at_a_time",
@@ -79,6 +84,10 @@ ATTENTION_MERGE = Signature(
 ATTENTION_DELTA = Signature(
     "T* dout, T* out, Acc* dlse, Acc* delta, Strides dout_strides, Strides out_strides, "
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
+)
+ATTENTION_ROW_STATS = Signature(
+    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Strides dout_strides, "
+    "Strides out_strides, int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 
 
@@ -260,13 +269,21 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         ),
         (problem.seqlen_k == 0, "it is for at least one key"),
         (
-            any(min(strides[:3]) <= 0 for name, strides in problem.strides if name in "qkv"),
+            any(
+                min(strides[:3]) <= 0
+                for name, strides in problem.strides
+                if name in ("q", "k", "v", "dout")
+            ),
             "it takes no arrays that repeat or run backwards",
         ),
     ]
     for declined, reason in reasons:
         if declined:
             raise NotWrittenError(reason)
+    return _flash_wgmma_fwd(problem) if problem.op == "attention" else _flash_wgmma_bwd(problem)
+
+
+def _flash_wgmma_fwd(problem: Problem) -> Work:
     dims = tuple(
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
@@ -297,6 +314,63 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         ),
     )  # fmt: skip
     return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
+
+
+def _flash_wgmma_bwd(problem: Problem) -> Work:
+    dim = _padded(max(problem.head_dim, problem.head_dim_v))
+    if dim > 128:
+        raise NotWrittenError(f"its backward's head_dim goes to 128, not {dim}")
+    if problem.has_q_lengths or problem.has_kv_lengths:
+        raise NotWrittenError("its backward takes no q_lengths and no kv_lengths")
+    tile = FLASH_WGMMA_TILES[False, dim][0]
+    q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
+        ("HEAD_DIM", dim), ("FEATURES", features(problem)),
+        ("DETERMINISTIC", int(problem.deterministic)), ("Q_STAGES", q_stages),
+        ("DOUT_STAGES", dout_stages), ("THREADS", tile.threads),
+    )  # fmt: skip
+    entry = Entry(
+        "attention_flash_wgmma_bwd", "attention_flash_wgmma_bwd", constants, FLASH_WGMMA_BWD
+    )
+    keys, queries = 2 * tile.block_n * dim, 2 * tile.block_m * dim  # bytes of a tile
+    shared_memory = (
+        2 * keys
+        + (q_stages + dout_stages) * queries
+        + 2 * (2 * tile.block_n * tile.block_m)
+        + 4 * tile.block_m * dim  # dq
+        + q_stages * 8 * tile.block_m  # lse and delta
+        + 8 * (2 + 2 * q_stages + 2 * dout_stages)
+        + 8
+    )
+    warps = tile.threads // 32 - 4
+    heads_total = problem.batch * problem.heads_kv
+    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    if tiles * warps >= 2**31:
+        raise NotWrittenError(f"it counts query tiles to 2**31 / {warps}, not to {tiles}")
+    rows_each = problem.seqlen_q * _heads_each(problem)
+    at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
+    if problem.deterministic:  # blocks of one head would wait for each other
+        at_a_time = (("heads_at_a_time", max(1, heads_total)),)
+    constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
+    stats = Entry("attention_row_stats", "attention_row_stats", constants, ATTENTION_ROW_STATS)
+    maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
+    return Work(
+        (
+            Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
+            Launch(
+                entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
+                1024 + shared_memory, at_a_time,
+                tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
+            ),
+            _round_dq(problem, tiles, tile.block_m, dim),
+        ),
+        (
+            Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
+            Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype, zeroed=True),
+            Workspace("turns", (1 + tiles * warps,), "int32", zeroed=True),
+        ),
+    )  # fmt: skip
 
 
 def too_few_queries(problem: Problem) -> str | None:
@@ -331,9 +405,10 @@ def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, A
 
     A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
     """
-    heads = problem.heads_q if chosen.array == "q" else problem.heads_kv
-    rows = problem.seqlen_q if chosen.array == "q" else problem.seqlen_k
-    cols = problem.head_dim_v if chosen.array == "v" else problem.head_dim
+    of_queries = chosen.array in ("q", "dout")
+    heads = problem.heads_q if of_queries else problem.heads_kv
+    rows = problem.seqlen_q if of_queries else problem.seqlen_k
+    cols = problem.head_dim_v if chosen.array in ("v", "dout") else problem.head_dim
     batch_stride, head_stride, row_stride = (2 * s for s in dict(problem.strides)[chosen.array][:3])
     return {
         "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
@@ -485,8 +560,6 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     entry = Entry("attention_flash_mma_bwd", "attention_flash_mma_bwd", constants, FLASH_MMA_BWD)
     grid = heads_total * cdiv(problem.seqlen_k, tile.block_n)
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
-    rounded = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
-    rounding = Entry("attention_dq", "attention_dq", rounded, ATTENTION_DQ)
     delta, delta_space = _delta(problem)
     rows_each = problem.seqlen_q * _heads_each(problem)
     at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
@@ -496,7 +569,7 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
         (
             delta,
             Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time),
-            Launch(rounding, cdiv(queries * tile.block_m * dims[0] // 16, 256), 256),
+            _round_dq(problem, queries, tile.block_m, dims[0]),
             *_dbias(problem),
         ),
         (
@@ -505,6 +578,13 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
             Workspace("turns", (1 + queries,), "int32", zeroed=True),
         ),
     )
+
+
+def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Launch:
+    """From dq_acc to dq."""
+    constants = (("T", problem.dtype), ("BLOCK_M", block_m), ("HEAD_DIM", head_dim))
+    entry = Entry("attention_dq", "attention_dq", constants, ATTENTION_DQ)
+    return Launch(entry, cdiv(tiles * block_m * head_dim // 16, 256), 256)
 
 
 def _vector_length(problem: Problem) -> int:
@@ -568,6 +648,8 @@ FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(128, 128, 384, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
     (True, 256): (Tile(128, 80, 384, RANGE), Tile(128, 64, 384, RANGE)),
+    (False, 64): (Tile(128, 128, 384, RANGE),),
+    (False, 128): (Tile(64, 128, 384, RANGE),),
 }
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 L2_CACHE = 2**25  # bytes that K and V may take of it, on a large GPU

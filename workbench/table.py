@@ -106,10 +106,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "attention_flash_wgmma",
         "attention",
-        "Hopper's forward: copies and products in the background",
+        "Hopper's own: copies and products in the background",
         launchers.attention_flash_wgmma,
         dtypes=("float16", "bfloat16"),
-        backward=False,
         max_head_dim=256,
         slower=launchers.too_few_queries,
     ),
