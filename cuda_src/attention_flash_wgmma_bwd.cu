@@ -8,16 +8,16 @@
 // dq. A producer's copies keep rings of q and dout filled. The next scores are started before this
 // step's dq and dk are there; where a step ends nothing is under way, or the compiler would wait
 // after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by the
-// copy engine: a warp puts its part into shared memory and goes on. attention_dq rounds it. With
-// DETERMINISTIC a counter of each query tile and warp says whose turn it is to add: the order of
-// the keys. Blocks then take their key tiles from a counter as well: whoever waits for a turn waits
-// for a block that has started.
+// copy engine: the consumers put it into shared memory and go on, and another thread, the adder,
+// sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile says
+// whose turn it is to add: the order of the keys. Blocks then take their key tiles from a counter
+// as well: whoever waits for a turn waits for a block that has started.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
-//                warpgroup of producers, of which one thread works, and two of 64 keys each; of dq
-//                each has 64 rows, or with BLOCK_M = 64 half of the columns
+//                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
+//                dq each has 64 rows, or with BLOCK_M = 64 half of the columns
 // Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
-//                and a warp's part of dq for each warp
+//                and dq of one query tile
 // Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap dout_map,  // as q_map
                               const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
                               acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-                              int* turns,        // 1 + (batch, heads_q, query tiles, warps), zeroed
+                              int* turns,        // 1 + (batch, heads_q, query tiles), zeroed
                               T* dk,             // (batch, heads_kv, seqlen_k, head_dim)
                               T* dv,             // (batch, heads_kv, seqlen_k, head_dim_v)
                               Strides dk_strides,
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int WARPS = THREADS / 32 - 4;  // of consumers
   constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
   constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
-  constexpr int PART = BLOCK_M * HEAD_DIM / WARPS;  // of dq, a warp's
+  constexpr int DQ = BLOCK_M * HEAD_DIM;  // elements, 1024 of them a warp's
 
   extern __shared__ uint4 shared[];
   uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
@@ -66,15 +66,18 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
   uint32 dq_smem = ds_smem + 2 * DS_BYTES;
-  uint32 stats_smem = dq_smem + WARPS * PART * 4;
+  uint32 stats_smem = dq_smem + DQ * 4;
   uint32 k_full = stats_smem + Q_STAGES * STATS_BYTES, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
+  uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8;
   char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
-  int* ticket_smem = reinterpret_cast<int*>(smem + dout_empty + 8 * DOUT_STAGES);
+  int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
   if (threadIdx.x == 0) {
     mbarrier_init(k_full, 1);
     mbarrier_init(v_full, 1);
+    mbarrier_init(dq_full, WARPS);
+    mbarrier_init(dq_empty, 1);
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       mbarrier_init(q_full + 8 * stage, 2);  // for q and for the statistics
       mbarrier_init(q_empty + 8 * stage, WARPS);
@@ -118,6 +121,29 @@ __global__ void __launch_bounds__(THREADS, 1)
   // A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
+    if (threadIdx.x == 32) {
+      // 4f (adder). dq += ds k
+      for (int step = 0; step < steps; ++step) {
+        mbarrier_wait(dq_full, step & 1);
+        int query_tile = head_tiles + q_tile, turn = 0;
+        if (DETERMINISTIC) {
+          turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
+          while (ld_acquire(turns + 1 + query_tile) != turn) {
+          }
+          fence_proxy_async_global();
+        }
+        cp_reduce_async_bulk_add(dq_acc + int64(query_tile) * DQ, dq_smem, DQ * 4);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+        mbarrier_arrive(dq_empty);
+        if (DETERMINISTIC) {
+          cp_async_bulk_wait_group<0>();
+          fence_proxy_async_global();
+          st_release(turns + 1 + query_tile, turn + 1);
+        }
+        next_query_tile();
+      }
+    }
     if (threadIdx.x != 0 || steps == 0) return;
 
     // 2 (producer). Load the K and V tiles
@@ -157,8 +183,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   // Our part of dq: queries from 64 * group, or where there are 64, the columns from there.
   uint32 ds_part = ds_smem + (BLOCK_M == 128 ? group * (BLOCK_N * 128) : 0);
   uint32 k_part = k_smem + (BLOCK_M == 128 ? 0 : group * (BLOCK_N * 128));
-  uint32 dq_stage = dq_smem + (group * 4 + warp) * (PART * 4);
-  int part = BLOCK_M == 128 ? group * 4 + warp : warp * 2 + group;  // as attention_dq reads them
+  uint32 dq_warp = dq_smem + (BLOCK_M == 128 ? group * 4 + warp : warp * 2 + group) * 4096;
 
   // 3 (consumers). Start dk and dv
   float dk_acc[1][HEAD_DIM / 2] = {}, dv_acc[1][HEAD_DIM / 2] = {};
@@ -166,9 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   // 4 (consumers). Walk over the query tiles
   float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq_part[32];  // keys down, queries across
   uint32 p[BLOCK_M / 4], ds[BLOCK_M / 4];
-  uint32 step = 0;       // that is being ended; the next one is being begun
-  int* taken = nullptr;  // the counter of the last turn, in the lane that passes it on
-  int turn = 0;
+  uint32 step = 0;  // that is being ended; the next one is being begun
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
   };
@@ -229,42 +252,18 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) ds[i] = cvt_rn_x2<T>(dp[2 * i], dp[2 * i + 1]);
   };
-  // Hands the turn on, once what we have added is there for other blocks to see.
-  auto pass_turn = [&]() {
-    if (!DETERMINISTIC) return;
-    if (taken != nullptr) {
-      cp_async_bulk_wait_group<0>();
-      fence_proxy_async_global();
-      st_release(taken, turn + 1);
-      taken = nullptr;
-    }
-    __syncwarp();  // the products that follow are a whole warp's
-  };
   // 4f. dq += ds k: it is there
-  auto add_dq = [&](int query_tile, int q_start) {
+  auto add_dq = [&]() {
     register_fence(dq_part);
-    if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // the last part is on its way
-    __syncwarp();
+    mbarrier_wait(dq_empty, ~step & 1);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float* to = reinterpret_cast<float*>(smem + dq_stage + n * 512) + lane_id * 4;
+      float* to = reinterpret_cast<float*>(smem + dq_warp + n * 512) + lane_id * 4;
       *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(dq_part + 4 * n);
     }
     fence_proxy_async();
     __syncwarp();
-    if (lane_id == 0) {
-      if (DETERMINISTIC) {
-        turn = k_tile - first_key<FEATURES>(band, q_start) / BLOCK_N;
-        taken = turns + 1 + query_tile * WARPS + group * 4 + warp;
-        while (ld_acquire(taken) != turn) {
-        }
-        fence_proxy_async_global();
-      }
-      cp_reduce_async_bulk_add(dq_acc + int64(query_tile) * (BLOCK_M * HEAD_DIM) + part * PART,
-                               dq_stage, PART * 4);
-      cp_async_bulk_commit_group();
-    }
-    __syncwarp();
+    if (lane_id == 0) mbarrier_arrive(dq_full);
   };
   // What a step begins with, and the last one has alone: p and ds of its queries are there.
   auto start_gradients = [&]() {
@@ -303,13 +302,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     round_gradients();
   }
   for (; step + 1 < uint32(steps); ++step) {
-    int query_tile = head_tiles + q_tile, q_start = q_tile * BLOCK_M;
     next_query_tile();
     start_gradients();
     start_scores(step + 1);
     if constexpr (BLOCK_M == 64) {
       wgmma_wait_group<1>();
-      add_dq(query_tile, q_start);
+      add_dq();
       start_dp(step + 1);
       start_dk();
       wgmma_wait_group<2>();
@@ -321,7 +319,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     } else {  // dp has to wait for the registers that half of the scores and ds leave
       start_dk();
       wgmma_wait_group<2>();
-      add_dq(query_tile, q_start);
+      add_dq();
       wgmma_wait_group<1>();
       hide_scores();
       probabilities(step + 1, 0, BLOCK_M / 16);
@@ -332,16 +330,13 @@ __global__ void __launch_bounds__(THREADS, 1)
       score_gradients(step + 1);
     }
     round_gradients();
-    pass_turn();
   }
   if (steps > 0) {
     start_gradients();
     start_dk();
     wgmma_wait_group<1>();
-    add_dq(head_tiles + q_tile, q_tile * BLOCK_M);
+    add_dq();
     dk_is_there();
-    pass_turn();
-    if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // while it reads, the block must live
   }
 
   // 5. Scale and store

@@ -1,7 +1,8 @@
-// attention_row_stats: what attention_flash_wgmma_bwd has to know of a query row, two rows at a time.
+// attention_row_stats: what attention_flash_wgmma_bwd has to know of a query row, two rows at a time,
+// and zeros for it to add to.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
-//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
+//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0
 //
 // So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
 // padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
@@ -19,6 +20,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     const acc_t<T>* lse,   // (batch, heads_q, seqlen_q), contiguous
                                     const acc_t<T>* dlse,  // the same, or null
                                     acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
+                                    acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
                                     Strides dout_strides,
                                     Strides out_strides,
                                     int64 batch,
@@ -50,7 +52,12 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   }
   sum = warp_sum<LANES>(sum);
 
-  // 2. Store
+  // 2. Zero dq_acc, which has as many elements a row as its threads here have 8
+  *reinterpret_cast<float4*>(dq_acc + index * 4) = make_float4(0, 0, 0, 0);
+  int64 threads = batch * heads_q * rows * LANES;
+  *reinterpret_cast<float4*>(dq_acc + (threads + index) * 4) = make_float4(0, 0, 0, 0);
+
+  // 3. Store
   if (col != 0) return;
   float row_lse = INF;
   if (row < seqlen_q) {

@@ -86,7 +86,7 @@ ATTENTION_DELTA = Signature(
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 ATTENTION_ROW_STATS = Signature(
-    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Strides dout_strides, "
+    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, Strides dout_strides, "
     "Strides out_strides, int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 
@@ -340,14 +340,13 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         + 2 * (2 * tile.block_n * tile.block_m)
         + 4 * tile.block_m * dim  # dq
         + q_stages * 8 * tile.block_m  # lse and delta
-        + 8 * (2 + 2 * q_stages + 2 * dout_stages)
+        + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2)
         + 8
     )
-    warps = tile.threads // 32 - 4
     heads_total = problem.batch * problem.heads_kv
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
-    if tiles * warps >= 2**31:
-        raise NotWrittenError(f"it counts query tiles to 2**31 / {warps}, not to {tiles}")
+    if tiles >= 2**31:
+        raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     rows_each = problem.seqlen_q * _heads_each(problem)
     at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
     if problem.deterministic:  # blocks of one head would wait for each other
@@ -367,8 +366,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         ),
         (
             Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
-            Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype, zeroed=True),
-            Workspace("turns", (1 + tiles * warps,), "int32", zeroed=True),
+            Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
+            *_turns(problem, tiles),
         ),
     )  # fmt: skip
 
@@ -575,9 +574,16 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
         (
             delta_space,
             Workspace("dq_acc", (queries, tile.block_m, dims[0]), problem.acc_dtype, zeroed=True),
-            Workspace("turns", (1 + queries,), "int32", zeroed=True),
+            *_turns(problem, queries),
         ),
     )
+
+
+def _turns(problem: Problem, counters: int) -> tuple[Workspace, ...]:
+    """A ticket and the counters by which blocks wait for their turn to add, if they are to."""
+    if not problem.deterministic:
+        return ()
+    return (Workspace("turns", (1 + counters,), "int32", zeroed=True),)
 
 
 def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Launch:
