@@ -1,8 +1,8 @@
 // attention_row_stats: what attention_flash_wgmma_bwd has to know of a query row, two rows at a time,
-// and zeros for it to add to.
+// and zeros for it to add to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
-//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0
+//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0,  turns = 0
 //
 // So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
 // padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
@@ -19,8 +19,9 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     const T* out,          // (batch, heads_q, seqlen_q, head_dim_v)
                                     const acc_t<T>* lse,   // (batch, heads_q, seqlen_q), contiguous
                                     const acc_t<T>* dlse,  // the same, or null
-                                    acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
+                                    acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 2)
                                     acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
+                                    int* turns,        // 1 + (batch, heads_q, tiles), or null
                                     Strides dout_strides,
                                     Strides out_strides,
                                     int64 batch,
@@ -59,6 +60,8 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
 
   // 3. Store
   if (col != 0) return;
+  if (turns && index == 0) turns[0] = 0;
+  if (turns && row % BLOCK_M == 0) turns[1 + index / LANES / BLOCK_M] = 0;
   float row_lse = INF;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;

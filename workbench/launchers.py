@@ -86,7 +86,8 @@ ATTENTION_DELTA = Signature(
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 ATTENTION_ROW_STATS = Signature(
-    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, Strides dout_strides, "
+    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, int* turns, "
+    "Strides dout_strides, "
     "Strides out_strides, int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 
@@ -347,10 +348,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
-    rows_each = problem.seqlen_q * _heads_each(problem)
-    at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
-    if problem.deterministic:  # blocks of one head would wait for each other
-        at_a_time = (("heads_at_a_time", max(1, heads_total)),)
+    # Few heads leave q, dout and dq_acc in the L2 cache; but blocks of one wait for each other.
+    at_a_time = min(heads_total, 16 if problem.deterministic else 8)
     constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
     stats = Entry("attention_row_stats", "attention_row_stats", constants, ATTENTION_ROW_STATS)
     maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
@@ -359,7 +358,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
             Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
             Launch(
                 entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
-                1024 + shared_memory, at_a_time,
+                1024 + shared_memory, (("heads_at_a_time", max(1, at_a_time)),),
                 tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
             ),
             _round_dq(problem, tiles, tile.block_m, dim),
@@ -367,7 +366,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         (
             Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
             Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
-            *_turns(problem, tiles),
+            *_turns(problem, tiles, zeroed=False),
         ),
     )  # fmt: skip
 
@@ -579,11 +578,11 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     )
 
 
-def _turns(problem: Problem, counters: int) -> tuple[Workspace, ...]:
+def _turns(problem: Problem, counters: int, *, zeroed: bool = True) -> tuple[Workspace, ...]:
     """A ticket and the counters by which blocks wait for their turn to add, if they are to."""
     if not problem.deterministic:
         return ()
-    return (Workspace("turns", (1 + counters,), "int32", zeroed=True),)
+    return (Workspace("turns", (1 + counters,), "int32", zeroed),)
 
 
 def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Launch:
