@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int PARTS = HEAD_DIM_V / DIMS;
   constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2;
   constexpr int V_BYTES = BLOCK_N * HEAD_DIM_V * 2;
+  constexpr bool SCALED = FEATURES & (SOFTCAP | ANY_SCALE);  // before the largest is looked for
 
   extern __shared__ uint4 shared[];
   QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared);
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same for the whole warp
   int lane_id = threadIdx.x % 32, warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;
   int first_row = warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
-  float to_log2 = float(score.scale) * LOG2E;
+  float to_log2 = SCALED ? LOG2E : float(score.scale) * LOG2E;
   // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
   for (int other = 0; other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
 
@@ -233,6 +234,10 @@ __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_arrive(k_empty + 8 * (loaded % STAGES));
       if (k_start + BLOCK_N >= t.k_end) mbarrier_arrive(q_empty + 8 * (tiles_loaded % Q_STAGES));
     }
+    if (SCALED) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped_score<FEATURES>(score, s[i]);
+    }
     if (!tile_is_unmasked<FEATURES>(t.band, t.q_start, t.q_start + BLOCK_M, k_start,
                                     k_start + BLOCK_N)) {
       hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
@@ -242,11 +247,21 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
   };
+  // Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key
+  // tile of a query tile; every consumer has to come, so nobody's turn may be open.
+  auto clear_past_length = [&](const QueryTile& t, uint32 stage) {
+    int rows = t.band.kv_length - (t.k_end - 1) / BLOCK_N * BLOCK_N;
+    if (FEATURES & KV_LENGTHS && rows < BLOCK_N) {
+      clear_rows<BLOCK_N, HEAD_DIM_V, 128 * CONSUMERS>(v_smem + stage * V_BYTES, rows,
+                                                       threadIdx.x - 128, 1 + CONSUMERS);
+    }
+  };
   bool any = k_start < t.k_end;
   if (any) {  // the first scores have nobody's p v to run beside
     mbarrier_wait(k_full, 0);
     start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(s, q_smem + consumer * (64 * 128), k_smem);
     wgmma_wait_group<0>();
+    __syncwarp();  // all lanes have read t; later tiles have a turn in between
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
     round_scores();
@@ -263,6 +278,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // 4b (consumers). s = q k^T, masked; meanwhile acc += p v of the key tile before
     mbarrier_wait(k_full + 8 * stage, loaded / STAGES & 1);
+    if (FEATURES & KV_LENGTHS && new_tile) {
+      mbarrier_wait(v_full + 8 * v_stage, v_phase);
+      clear_past_length(before, v_stage);
+    }
     bar_sync(1 + consumer, 128 * CONSUMERS);  // our turn
     start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(
         s, q_smem + tiles_loaded % Q_STAGES * Q_BYTES + consumer * (64 * 128),
@@ -314,6 +333,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (any) {
     uint32 stage = loaded % STAGES;
     mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);
+    clear_past_length(before, stage);
     start_rn<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
     wgmma_wait_group<0>();
 #pragma unroll

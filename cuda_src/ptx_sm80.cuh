@@ -34,6 +34,11 @@ __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Writes a word four times; the address must be a multiple of 16.
+__device__ __forceinline__ void st_shared_x4(uint32 shared, uint32 word) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(word) : "memory");
+}
+
 // What another block wrote before its st_release is seen after an ld_acquire that reads its value.
 __device__ __forceinline__ int ld_acquire(const int* pointer) {
   int value;

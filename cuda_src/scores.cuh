@@ -24,6 +24,9 @@ constexpr int RANGE = 1;    // causal, windows, lengths
 constexpr int MASK = 2;     // boolean mask
 constexpr int BIAS = 4;     // added to the score
 constexpr int SOFTCAP = 8;  // squashes the score into (-softcap, softcap)
+// Of what other kernels take as it comes, a kernel may want to know:
+constexpr int ANY_SCALE = 16;   // a scale that may be 0 or negative
+constexpr int KV_LENGTHS = 32;  // keys of a batch element may end before those of the array
 
 constexpr int64 OPEN_WINDOW = 1 << 30;    // a window without an end; sequences are shorter
 constexpr int64 LIMIT = OPEN_WINDOW - 1;  // |lo|, |hi| <= LIMIT, so that row + lo fits in an int
@@ -122,7 +125,7 @@ __device__ __forceinline__ Acc capped_score(const ScoreParams<Acc>& score, Acc d
   Acc s = dot * Acc(score.scale);
   if (FEATURES & SOFTCAP) {
     Acc softcap = Acc(score.softcap);
-    s = softcap * tanh(s / softcap);
+    s = softcap * tanh(s * (1 / softcap));  // one division for all elements
   }
   return s;
 }
@@ -158,7 +161,7 @@ __device__ __forceinline__ Acc uncapped_gradient(const ScoreParams<Acc>& score,
                                                  Acc ds,
                                                  Acc capped) {
   if (FEATURES & SOFTCAP) {
-    Acc t = capped / Acc(score.softcap);
+    Acc t = capped * (1 / Acc(score.softcap));
     ds *= 1 - t * t;
   }
   return ds;

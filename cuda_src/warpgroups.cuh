@@ -26,6 +26,20 @@ __device__ __forceinline__ void load_tile(uint32 tile,
   }
 }
 
+// Zeros in the rows of a tile from `first` on, for products to come: written by THREADS threads,
+// who all have to call this. They meet at a barrier of the block.
+template <int ROWS, int COLS, int THREADS>
+__device__ __forceinline__ void clear_rows(uint32 tile, int first, int thread, int barrier) {
+  for (int chunk = first * 8 + thread; chunk < ROWS * 8; chunk += THREADS) {
+#pragma unroll
+    for (int col = 0; col < COLS; col += 64) {
+      st_shared_x4(tile + col * ROWS * 2 + chunk * 16, 0);
+    }
+  }
+  fence_proxy_async();
+  bar_sync(barrier, THREADS);
+}
+
 // Starts acc = sum over d < DEPTH of a[row][d] * b[col][d], for 64 rows of a tile of A_ROWS and all
 // B_ROWS of b: both have the sums' axis along their rows.
 template <typename T, int DEPTH, int A_ROWS, int B_ROWS>

@@ -58,8 +58,12 @@ from .ptx_sm90 import (
     wgmma_wait_group,
 )
 from .scores import (
+    ANY_SCALE,
+    KV_LENGTHS,
     RANGE,
+    SOFTCAP,
     KeyRange,
+    capped_score,
     finite_or_zero,
     first_key,
     key_range,
@@ -67,7 +71,7 @@ from .scores import (
     sees,
     tile_is_unmasked,
 )
-from .warpgroups import load_tile, start_nt, start_rn, store_rows
+from .warpgroups import clear_rows, load_tile, start_nt, start_rn, store_rows
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -156,6 +160,7 @@ def attention_flash_wgmma_fwd(
     PARTS = HEAD_DIM_V // DIMS
     Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
     V_BYTES = BLOCK_N * HEAD_DIM_V * 2
+    SCALED = FEATURES & (SOFTCAP | ANY_SCALE)  # before the largest is looked for
     TILES_END = Q_STAGES * TILE_WORDS
     TURN = 128 * CONSUMERS  # threads at the barrier of a turn
     ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
@@ -169,6 +174,7 @@ def attention_flash_wgmma_fwd(
     wait_for_scores, wait_for_all = wgmma_wait_group(1), wgmma_wait_group(0)
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
+    clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
     pair, store_part = cvt_rn_x2(T), store_rows(T, DIMS // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -283,7 +289,7 @@ def attention_flash_wgmma_fwd(
         warp_row = int32(consumer * 64 + ((thread & 127) >> 5) * 16)
         first_row, first_col = int32(warp_row + (lane_id >> 2)), int32((lane_id & 3) * 2)
         q_rows = uint32(q_smem + consumer * (64 * 128))
-        to_log2 = float32(score.scale) * float32(LOG2E)
+        to_log2 = float32(LOG2E) if SCALED else float32(score.scale) * float32(LOG2E)
         row_max = cuda.local.array(2, float32)
         row_sum = cuda.local.array(2, float32)
         rescale = cuda.local.array(2, float32)
@@ -327,6 +333,9 @@ def attention_flash_wgmma_fwd(
                 mbarrier_arrive(uint32(k_empty + 8 * rem(loaded, STAGES)))
                 if k_start + BLOCK_N >= t.k_end:
                     mbarrier_arrive(uint32(q_empty + 8 * rem(tiles_loaded, Q_STAGES)))
+            if SCALED:
+                for i in range(SCORES):
+                    s[i] = capped_score(FEATURES, score, s[i])
             q_end, k_end = int32(t.q_start + BLOCK_M), int32(k_start + BLOCK_N)
             if not tile_is_unmasked(FEATURES, t.band, t.q_start, q_end, k_start, k_end):
                 hide_scores(
@@ -336,6 +345,14 @@ def attention_flash_wgmma_fwd(
         def round_scores():
             for i in range(P):
                 p[i] = pair(s[2 * i], s[2 * i + 1])
+
+        # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
+        # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
+        def clear_past_length(t, stage):
+            rows = int32(t.band.kv_length - div(t.k_end - 1, BLOCK_N) * BLOCK_N)
+            if FEATURES & KV_LENGTHS and rows < BLOCK_N:
+                v_tile = uint32(v_smem + stage * V_BYTES)
+                clear_v(v_tile, rows, int32(thread - 128), 1 + CONSUMERS)
 
         def start_rows():
             for half in range(2):
@@ -355,6 +372,7 @@ def attention_flash_wgmma_fwd(
             mbarrier_wait(k_full, 0)
             multiply_qk(s, q_rows, k_smem)
             wait_for_all()
+            cuda.syncwarp()  # all lanes have read t; later tiles have a turn in between
             scores_are_there(t, k_start, loaded, tiles_loaded)
             softmax(s, row_max, row_sum, rescale, to_log2)
             round_scores()
@@ -372,6 +390,9 @@ def attention_flash_wgmma_fwd(
 
             # 4b (consumers). s = q k^T, masked; meanwhile acc += p v of the key tile before
             mbarrier_wait(uint32(k_full + 8 * stage), div(loaded, STAGES) & 1)
+            if FEATURES & KV_LENGTHS and new_tile:
+                mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
+                clear_past_length(before, v_stage)
             bar_sync(1 + consumer, TURN)  # our turn
             multiply_qk(
                 s, uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES),
@@ -426,6 +447,7 @@ def attention_flash_wgmma_fwd(
         if some_key:
             stage = uint32(rem(loaded, STAGES))
             mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
+            clear_past_length(before, stage)
             multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
             wait_for_all()
             fence_acc(acc, 0)

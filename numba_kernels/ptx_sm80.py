@@ -87,6 +87,16 @@ def cp_async_wait_all(_typing):
     return types.void(), codegen
 
 
+# Writes a word four times; the address must be a multiple of 16.
+@intrinsic
+def st_shared_x4(_typing, _shared, _word):
+    def codegen(context, builder, _signature, args):
+        assembly(builder, _VOID, "st.shared.v4.u32 [$0], {$1, $1, $1, $1};", "r,r", args)
+        return context.get_dummy_value()
+
+    return types.void(types.uint32, types.uint32), codegen
+
+
 # What another block wrote before its st_release is seen after an ld_acquire that reads its value.
 @intrinsic
 def ld_acquire(_typing, pointer):

@@ -97,6 +97,12 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
+# Makes what this thread wrote to shared memory known to tensor copies and products of warpgroups.
+@intrinsic
+def fence_proxy_async(_typing):
+    return _statement("fence.proxy.async.shared::cta;", "")
+
+
 # -------------------------------------------------------------------------- products of warpgroups
 #
 # A wgmma multiplies a 64 x 16 by a 16 x N tile for the 128 threads of a warpgroup, in the

@@ -30,6 +30,9 @@ RANGE = 1  # causal, windows, lengths
 MASK = 2  # boolean mask
 BIAS = 4  # added to the score
 SOFTCAP = 8  # squashes the score into (-softcap, softcap)
+# Of what other kernels take as it comes, a kernel may want to know:
+ANY_SCALE = 16  # a scale that may be 0 or negative
+KV_LENGTHS = 32  # keys of a batch element may end before those of the array
 
 OPEN_WINDOW = 1 << 30  # a window without an end; sequences are shorter
 LIMIT = OPEN_WINDOW - 1  # |lo|, |hi| <= LIMIT, so that row + lo fits in an int32
@@ -122,7 +125,7 @@ def capped_score(FEATURES, score, dot):
     s = dot * like(dot, score.scale)
     if FEATURES & SOFTCAP:
         softcap = like(dot, score.softcap)
-        s = softcap * math.tanh(s / softcap)
+        s = softcap * math.tanh(s * (like(dot, 1) / softcap))  # one division for all elements
     return s
 
 
@@ -149,7 +152,7 @@ def score_of(FEATURES, score, dot, batch_index, head, row, col):
 @cuda.jit(device=True, forceinline=True)
 def uncapped_gradient(FEATURES, score, ds, capped):
     if FEATURES & SOFTCAP:
-        t = capped / like(ds, score.softcap)
+        t = capped * (like(ds, 1) / like(ds, score.softcap))
         ds *= like(ds, 1) - t * t
     return ds
 

@@ -14,9 +14,11 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import advance, copy16, reinterpret
-from .ptx_sm80 import cvt_rn_x2
+from .ptx_sm80 import cvt_rn_x2, st_shared_x4
 from .ptx_sm90 import (
+    bar_sync,
     cp_async_bulk_tensor_4d,
+    fence_proxy_async,
     mbarrier_arrive_expect_tx,
     register_fence,
     wgmma_commit_group,
@@ -37,6 +39,22 @@ def load_tile(ROWS, COLS):
         for col in range(0, COLS, 64):
             to = uint32(tile + col * ROWS * 2)
             cp_async_bulk_tensor_4d(to, tensor_map, full, col, row, head, batch_index)
+
+    return function
+
+
+# Zeros in the rows of a tile from `first` on, for products to come: written by THREADS threads, who
+# all have to call this. They meet at a barrier of the block.
+def clear_rows(ROWS, COLS, THREADS):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tile, first, thread, barrier):
+        chunk = int32(first * 8 + thread)
+        while chunk < ROWS * 8:
+            for col in range(0, COLS, 64):
+                st_shared_x4(uint32(tile + col * ROWS * 2 + chunk * 16), 0)
+            chunk = int32(chunk + THREADS)
+        fence_proxy_async()
+        bar_sync(barrier, THREADS)
 
     return function
 

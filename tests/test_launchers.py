@@ -75,7 +75,7 @@ def test_small_things() -> None:
 def test_constants_are_those_of_the_headers() -> None:
     for language, suffix in (("cuda", ".cuh"), ("numba", ".py")):
         text = (folder(language) / f"scores{suffix}").read_text()
-        for name in ("RANGE", "MASK", "BIAS", "SOFTCAP"):
+        for name in ("RANGE", "MASK", "BIAS", "SOFTCAP", "ANY_SCALE", "KV_LENGTHS"):
             value = re.search(rf"\b{name} = (\d+)", text)[1]
             assert int(value) == getattr(launchers, name), f"{name} in {language}"
         assert re.search(r"\bOPEN_WINDOW = 1 << 30\b", text)
@@ -100,6 +100,42 @@ def test_constants_are_those_of_the_headers() -> None:
 def test_features(change: dict[str, Any], bits: int) -> None:
     problem = Problem("attention", "float32", 1, 1, 1, 2, 2, 8, 8, 1.0, **change)
     assert launchers.features(problem) == bits
+
+
+@pytest.mark.parametrize(
+    ("change", "bits"),
+    [
+        ({}, 0),
+        ({"window_right": 0}, 1),
+        ({"has_kv_lengths": True}, 1 | 32),
+        ({"scale": 0.0}, 16),
+        ({"scale": -1.0, "has_q_lengths": True}, 1 | 16),
+        ({"softcap": 1.0}, 8),
+        ({"softcap": 1.0, "scale": -1.0, "has_kv_lengths": True}, 1 | 8 | 32),
+    ],
+)
+def test_features_of_hopper(change: dict[str, Any], bits: int) -> None:
+    """Two more bits, for what its registers and its copies do not take as it comes."""
+    problem = Problem("attention", "float16", 1, 1, 1, 2, 2, 8, 8, 1.0)
+    (launch,) = launchers.attention_flash_wgmma(replace(problem, **change), "sm_90").launches
+    assert dict(launch.entry.constants)["FEATURES"] == bits
+
+
+def test_tensor_maps() -> None:
+    """Axes innermost first; along one of length 1 a map has a stride that is allowed."""
+    strides = (("q", (0, 5, 48)), ("k", (4096, 64, 128)), ("v", (9, 64, -1)))
+    problem = Problem("attention", "bfloat16", 1, 1, 2, 7, 9, 40, 24, 1.0, strides=strides)
+
+    def told(array: str, problem: Problem = problem) -> tuple[Any, ...]:
+        chosen = launchers.TensorMap(f"{array}_map", array, 64)
+        told = launchers.tensor_map(problem, chosen, 4096)
+        assert (told["global_address"], told["box_dim"]) == (4096, (64, 64, 1, 1))
+        return told["global_dim"], told["global_strides"]
+
+    assert told("q") == ((40, 7, 1, 1), (96, 16, 16))
+    assert told("k") == ((40, 9, 2, 1), (256, 128, 16))
+    assert told("k", replace(problem, batch=3)) == ((40, 9, 2, 3), (256, 128, 8192))
+    assert told("v", replace(problem, seqlen_k=1)) == ((24, 1, 2, 1), (16, 128, 16))
 
 
 @ROWS

@@ -158,12 +158,64 @@ def test_tiles_of_hopper(
     """Two blocks that walk over several query tiles each, some of which see no key."""
     monkeypatch.setattr(launchers, "MULTIPROCESSORS", 2)
     monkeypatch.setitem(launchers.FLASH_WGMMA_TILES, (True, head_dim), (tile,))
-    e = random_example(
-        15, dtype="bfloat16", batch=2, heads_q=2, heads_kv=1, head_dim=head_dim, causal=True,
-        seqlen_q=2 * tile.block_m + 9, seqlen_k=2 * tile.block_n - 3, backward=False,
-        q_lengths=[2 * tile.block_m + 9, 20],
+    for options in ({}, {"softcap": 0.75, "kv_lengths": [2 * tile.block_n - 3, tile.block_n + 9]}):
+        e = random_example(
+            15, dtype="bfloat16", batch=2, heads_q=2, heads_kv=1, head_dim=head_dim, causal=True,
+            seqlen_q=2 * tile.block_m + 9, seqlen_k=2 * tile.block_n - 3, backward=False,
+            q_lengths=[2 * tile.block_m + 9, 20], **options,
+        )  # fmt: skip
+        check(e, backend=f"{language}-simulator", kernel="attention_flash_wgmma")
+
+
+hopper = targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
+# Two blocks that walk over several query tiles each, and several key tiles.
+WALK = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seqlen_q": 140, "seqlen_k": 300, "head_dim": 64}
+
+
+@hopper
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True, "softcap": 0.75, "scale": -0.4, "kv_lengths": [300, 261]},
+        # Lengths that end in, with and in front of a tile of 128 keys, the last and the only one.
+        {"kv_lengths": [255, 256]},
+        {"kv_lengths": [1, 0]},
+        {"kv_lengths": [127, 129], "q_lengths": [140, 3], "window": (20, 30), "head_dim_v": 104},
+        {"softcap": 0.75},
+        {"softcap": 30.0, "scale": 2.0},
+        {"scale": -0.4},
+        {"scale": 0.0},
+    ],
+    ids=str,
+)
+def test_all_options_that_hopper_takes(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], row: Any, language: str
+) -> None:
+    monkeypatch.setattr(launchers, "MULTIPROCESSORS", 2)
+    check_random(row, language, 16, **WALK | change)
+
+
+@hopper
+def test_query_tiles_of_one_key_tile(
+    monkeypatch: pytest.MonkeyPatch, row: Any, language: str
+) -> None:
+    """A block gives each back after its first scores, and soon another one lies in its place."""
+    monkeypatch.setattr(launchers, "MULTIPROCESSORS", 1)
+    check_random(row, language, 17, **WALK | {"heads_q": 4, "seqlen_k": 30})
+
+
+@hopper
+def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
+    e = example(row, 18, **RAGGED | {"heads_q": 1, "seqlen_k": 1})
+    q, k, v = (
+        np.lib.stride_tricks.as_strided(x, strides=[
+            odd if n == 1 else stride
+            for odd, n, stride in zip((0, -6, 2, 2), x.shape, x.strides, strict=True)
+        ])
+        for x in (e.q, e.k, e.v)
     )  # fmt: skip
-    check(e, backend=f"{language}-simulator", kernel="attention_flash_wgmma")
+    assert part_taken(row, replace(e, q=q, k=k, v=v), SIMULATOR_ARCH) is not None
+    check_taken(row, language, replace(e, q=q, k=k, v=v))
 
 
 @targets([row for row in ATTENTION if row.name == "attention_flash_mma"])

@@ -117,15 +117,22 @@ def test_what_hopper_declines() -> None:
     assert reason("attention_flash_wgmma", half) == ""
     for change, why in (
         ({"op": "attention_backward"}, "the forward only"),
-        ({"has_mask": True}, "no mask"),
-        ({"softcap": 1.0}, "no mask, bias or softcap"),
-        ({"scale": -1.0}, "a positive scale, not -1.0"),
-        ({"has_kv_lengths": True}, "no kv_lengths"),
+        ({"has_mask": True}, "no mask and no bias"),
+        ({"has_bias": True}, "no mask and no bias"),
         ({"alignment": 8}, "multiples of 16 bytes, not 8"),
         ({"seqlen_k": 0}, "at least one key"),
         ({"strides": (("k", (0, 64, 64)),)}, "repeat or run backwards"),
+        ({"strides": (("q", (6400, 64, -64)),)}, "repeat or run backwards"),
     ):
         assert why in reason("attention_flash_wgmma", replace(half, **change)), change
+    for change in (
+        {"softcap": 1.0, "scale": -1.0},
+        {"scale": 0.0},
+        {"has_kv_lengths": True, "has_q_lengths": True, "window_left": 3, "top_left": True},
+        # No step is ever taken along an axis of length 1.
+        {"batch": 1, "heads_kv": 1, "strides": (("k", (0, -7, 64)), ("q", (3, 64, 256)))},
+    ):
+        assert reason("attention_flash_wgmma", replace(half, **change)) == "", change
     assert "of sm_90, not sm_100" in reason("attention_flash_wgmma", half, "sm_100")
 
 
@@ -219,7 +226,8 @@ def test_instances_reach_every_kernel_dtype_and_feature(arch: str) -> None:
         )
         features = [dict(e.constants).get("FEATURES", 0) for e in entries]
         if row.op == "attention":
-            assert max(features) == (15 if row.backward else launchers.RANGE)
+            hopper = launchers.RANGE | launchers.SOFTCAP | launchers.KV_LENGTHS
+            assert max(features) == (15 if row.backward else hopper)
             assert min(features) == 0
     flash = {dict(x.entry.constants)["FEATURES"] for x in units["attention_flash_simt"]
              if "flash" in x.entry.name}  # fmt: skip

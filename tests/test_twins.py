@@ -284,10 +284,13 @@ def test_launch_bounds_are_equal(stem: str) -> None:
 @needs("cuda")
 @needs("numba")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_products_of_warpgroups_run_in_the_background(head_dim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [0, launchers.SOFTCAP | launchers.KV_LENGTHS])
+def test_products_of_warpgroups_run_in_the_background(
+    more: int, head_dim: int, tmp_path: Path
+) -> None:
     """Where ptxas finds too few registers it waits after every product, and says nothing."""
     launches = table.compile_units("sm_90")["attention_flash_wgmma"]
-    chosen = {"T": "bfloat16", "HEAD_DIM": head_dim, "FEATURES": launchers.RANGE}
+    chosen = {"T": "bfloat16", "HEAD_DIM": head_dim, "FEATURES": launchers.RANGE | more}
     entries = [x.entry for x in launches if chosen.items() <= dict(x.entry.constants).items()]
     assert entries
     for entry in entries:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from workbench.compile import Entry, Signature
 from workbench.problem import DTYPES, Problem, VectorProblem
 
-RANGE, MASK, BIAS, SOFTCAP = 1, 2, 4, 8  # bits of FEATURES, as in scores.cuh
+# Bits of FEATURES, as in scores.cuh; the last two are for kernels that care.
+RANGE, MASK, BIAS, SOFTCAP, ANY_SCALE, KV_LENGTHS = 1, 2, 4, 8, 16, 32
 # Kibibytes of shared memory that a block may have; a GPU not listed has at least the last number.
 SHARED_LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227,
@@ -259,22 +260,17 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
 
 def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
+    read = [name for name, _ in problem.strides if name in ("q", "k", "v", "dout")]
     reasons = [
         (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
-        (bool(features(problem) & ~RANGE), "it takes no mask, bias or softcap"),
-        (problem.scale <= 0, f"it takes a positive scale, not {problem.scale}"),
-        (problem.has_kv_lengths, "it takes no kv_lengths"),
+        (problem.has_mask or problem.has_bias, "it takes no mask and no bias"),
         (
             problem.alignment < 16,
             f"it takes rows at multiples of 16 bytes, not {problem.alignment}",
         ),
         (problem.seqlen_k == 0, "it is for at least one key"),
         (
-            any(
-                min(strides[:3]) <= 0
-                for name, strides in problem.strides
-                if name in ("q", "k", "v", "dout")
-            ),
+            any(min(_map_strides(problem, name)) <= 0 for name in read),
             "it takes no arrays that repeat or run backwards",
         ),
     ]
@@ -289,12 +285,17 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
     )
+    options = (
+        features(problem)
+        | ANY_SCALE * (problem.scale <= 0 and not problem.softcap)
+        | KV_LENGTHS * problem.has_kv_lengths
+    )
     choices = FLASH_WGMMA_TILES[True, max(dims)]
     tile = choices[0 if problem.seqlen_k > (4096 if problem.has_range else 1024) else -1]
     q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
-        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", features(problem)),
+        ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", options),
         ("Q_STAGES", q_stages), ("STAGES", stages), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry(
@@ -321,8 +322,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     dim = _padded(max(problem.head_dim, problem.head_dim_v))
     if dim > 128:
         raise NotWrittenError(f"its backward's head_dim goes to 128, not {dim}")
-    if problem.has_q_lengths or problem.has_kv_lengths:
-        raise NotWrittenError("its backward takes no q_lengths and no kv_lengths")
+    if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
+        raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
     tile = FLASH_WGMMA_TILES[False, dim][0]
     q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
     constants = (
@@ -398,19 +399,34 @@ def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str
     return (("heads_at_a_time", max(1, min(problem.batch * heads, fitting))),)
 
 
+def _map_sizes(problem: Problem, array: str) -> tuple[int, int, int]:
+    """Batch, heads and rows of q, k, v or dout."""
+    if array in ("q", "dout"):
+        return problem.batch, problem.heads_q, problem.seqlen_q
+    return problem.batch, problem.heads_kv, problem.seqlen_k
+
+
+def _map_strides(problem: Problem, array: str) -> list[int]:
+    """Bytes along the same axes, as a tensor map takes them.
+
+    An axis of length 1 may have any stride: none is ever taken, so it gets one that is allowed.
+    """
+    strides = dict(problem.strides)[array]
+    sizes = _map_sizes(problem, array)
+    return [2 * s if n > 1 else 16 for s, n in zip(strides, sizes, strict=True)]
+
+
 def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, Any]:
     """What ``cuTensorMapEncodeTiled`` is to be told: axes innermost first, strides in bytes.
 
     A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
     """
-    of_queries = chosen.array in ("q", "dout")
-    heads = problem.heads_q if of_queries else problem.heads_kv
-    rows = problem.seqlen_q if of_queries else problem.seqlen_k
+    batch, heads, rows = _map_sizes(problem, chosen.array)
     cols = problem.head_dim_v if chosen.array in ("v", "dout") else problem.head_dim
-    batch_stride, head_stride, row_stride = (2 * s for s in dict(problem.strides)[chosen.array][:3])
+    batch_stride, head_stride, row_stride = _map_strides(problem, chosen.array)
     return {
         "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
-        "global_address": address, "global_dim": (cols, rows, heads, problem.batch),
+        "global_address": address, "global_dim": (cols, rows, heads, batch),
         "global_strides": (row_stride, head_stride, batch_stride),
         "box_dim": (64, chosen.rows, 1, 1),
         "element_strides": (1, 1, 1, 1), "interleave": 0, "swizzle": 3, "l2_promotion": 3,

@@ -18,6 +18,7 @@ ALL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Rows and columns are 32-bit inside a kernel, with room to add a window to them.
 SEQLEN_LIMIT = 2**30 - 1
 GRID_LIMIT = 2**31 - 1
+BOTH_WAYS = ("attention", "attention_backward")
 SPELLED_OUT = {
     "attention": "attention forward and backward",
     "vector_add": "the sum of two vectors",
@@ -203,7 +204,7 @@ def select(problem: Any, language: str, arch: str, kernel: str | None = None) ->
 # ------------------------------------------------------------------ what the tests compile
 
 # Options that set each bit of FEATURES.
-_RANGE = {"window_right": 0}
+_RANGE: dict[str, Any] = {"window_right": 0}
 _EACH = (_RANGE, {"has_mask": True}, {"has_bias": True}, {"softcap": 30.0})
 _EVERYTHING: dict[str, Any] = {name: value for option in _EACH for name, value in option.items()}
 
@@ -212,13 +213,13 @@ def _attention_problems() -> Iterator[Problem]:
     # Enough for the tiles of large problems.
     sizes = {"batch": 64, "heads_q": 4, "heads_kv": 2, "seqlen_q": 200, "seqlen_k": 300}
 
-    def problems(dtype: str, head_dim: int, **options: Any) -> Iterator[Problem]:
-        for op in ("attention", "attention_backward"):
+    def problems(
+        dtype: str, head_dim: int, ops: tuple[str, ...] = BOTH_WAYS, **options: Any
+    ) -> Iterator[Problem]:
+        for op in ops:
             dbias = op == "attention_backward" and options.get("has_bias", False)
-            yield Problem(
-                op, dtype, scale=head_dim**-0.5, return_dbias=dbias,
-                **sizes | {"head_dim": head_dim, "head_dim_v": head_dim} | options,
-            )  # fmt: skip
+            usual = {"head_dim": head_dim, "head_dim_v": head_dim, "scale": head_dim**-0.5}
+            yield Problem(op, dtype, return_dbias=dbias, **sizes | usual | options)
 
     for dtype in ALL_DTYPES:
         for head_dim in (64, 128, 256):
@@ -234,10 +235,16 @@ def _attention_problems() -> Iterator[Problem]:
         yield from problems("bfloat16", head_dim, batch=1, **_RANGE)
     for head_dim in (96, 192):
         yield from problems("bfloat16", head_dim, **_RANGE)
-    # What wgmma has of its own: other tiles for long sequences.
+    # What wgmma has of its own: other tiles for long sequences, more bits of FEATURES.
+    all_but_arrays = _RANGE | {"has_kv_lengths": True, "softcap": 30.0, "ops": BOTH_WAYS[:1]}
     for head_dim in (64, 256):
         yield from problems("bfloat16", head_dim, seqlen_k=8192, **_RANGE)
-    few = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
+        yield from problems("bfloat16", head_dim, seqlen_k=8192, **all_but_arrays)
+    for head_dim in (64, 128, 256):
+        yield from problems("bfloat16", head_dim, **all_but_arrays)
+    yield from problems("bfloat16", 128, BOTH_WAYS[:1], has_kv_lengths=True)
+    yield from problems("bfloat16", 128, BOTH_WAYS[:1], scale=-1.0)
+    few: dict[str, Any] = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
     yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
     yield from problems("bfloat16", 128, **few | {"batch": 4})
     yield from problems("bfloat16", 128, deterministic=True, **_RANGE)
