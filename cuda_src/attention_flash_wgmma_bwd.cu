@@ -87,9 +87,11 @@ __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_init(dout_empty + 8 * stage, WARPS);
     }
     fence_mbarrier_init();
+    griddepcontrol_wait();  // for statistics, and zeros in sums and counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
   }
   __syncthreads();
+  griddepcontrol_launch_dependents();
 
   // 1. Which key rows are ours
   uint32 ticket = DETERMINISTIC ? *ticket_smem : blockIdx.x;

@@ -12,7 +12,7 @@
 // Registers:     a handful
 // Twin:          numba_kernels/attention_row_stats.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma, first of its backward
-#include "common.cuh"
+#include "ptx_sm80.cuh"
 
 template <typename T, int BLOCK_M, int HEAD_DIM>
 __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, seqlen_q, head_dim_v)
@@ -29,6 +29,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     int64 seqlen_q,
                                     int64 head_dim_v) {
   constexpr int LANES = HEAD_DIM / 8;
+  griddepcontrol_launch_dependents();
   int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
   int64 rows = cdiv(seqlen_q, int64(BLOCK_M)) * BLOCK_M;
   int64 row = index / LANES % rows;

@@ -224,6 +224,30 @@ def rcp_approx(_typing, _x):
     return types.float32(types.float32), codegen
 
 
+# A launch may be allowed to start before the one in front of it has ended. From
+# griddepcontrol_launch_dependents on, once every block of the first has come there, the second may;
+# griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before sm_90
+# no launch is so.
+@intrinsic
+def griddepcontrol_launch_dependents(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.launch_dependents;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def griddepcontrol_wait(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.wait;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 # Adds x to four floats in global memory, in one access from sm_90 on; the address must be a
 # multiple of 16. Each addition is atomic.
 @intrinsic

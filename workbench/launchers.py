@@ -119,7 +119,8 @@ class TensorMap(NamedTuple):
 class Launch:
     """One kernel launch: what to compile and how many threads to start.
 
-    `values` are arguments that differ from those of the problem, by dotted name.
+    `values` are arguments that differ from those of the problem, by dotted name. A `dependent`
+    launch may start before the one in front of it has ended: its kernel waits for that.
     """
 
     entry: Entry
@@ -128,6 +129,7 @@ class Launch:
     shared_memory: int = 0
     values: tuple[tuple[str, int], ...] = ()
     maps: tuple[TensorMap, ...] = ()
+    dependent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +363,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
                 entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
                 1024 + shared_memory, (("heads_at_a_time", max(1, at_a_time)),),
                 tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
+                dependent=True,
             ),
             _round_dq(problem, tiles, tile.block_m, dim),
         ),
@@ -516,7 +519,12 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
     merged = (("T", problem.dtype), ("HEAD_DIM_V", dims[1]), ("THREADS", threads))
     entry = Entry("attention_merge", "attention_merge", merged, ATTENTION_MERGE)
     return Work(
-        (forward, Launch(entry, math.prod(shape[1:]), threads, values=(("splits", splits),))),
+        (
+            forward,
+            Launch(
+                entry, math.prod(shape[1:]), threads, values=(("splits", splits),), dependent=True
+            ),
+        ),
         (
             Workspace("out_parts", (*shape, dims[1]), problem.acc_dtype),
             Workspace("lse_parts", shape, problem.acc_dtype),
@@ -582,7 +590,7 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     return Work(
         (
             delta,
-            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time),
+            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time, dependent=True),
             _round_dq(problem, queries, tile.block_m, dims[0]),
             *_dbias(problem),
         ),
@@ -605,7 +613,7 @@ def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Laun
     """From dq_acc to dq."""
     constants = (("T", problem.dtype), ("BLOCK_M", block_m), ("HEAD_DIM", head_dim))
     entry = Entry("attention_dq", "attention_dq", constants, ATTENTION_DQ)
-    return Launch(entry, cdiv(tiles * block_m * head_dim // 16, 256), 256)
+    return Launch(entry, cdiv(tiles * block_m * head_dim // 16, 256), 256, dependent=True)
 
 
 def _vector_length(problem: Problem) -> int:
