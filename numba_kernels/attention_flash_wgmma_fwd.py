@@ -7,8 +7,8 @@ accelerator, which one thread, the producer, keeps busy: it fills a ring of K an
 as the consumers empty it, from one query tile on to the next without a break. And products are
 wgmmas, which run in the background: a consumer starts the next scores, then the product of p
 with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
-cores. A block stays on its multiprocessor and takes query tiles from a counter, the longest ones
-first.
+cores. A block stays on its multiprocessor and takes query tiles in turn; where they differ in
+length from a counter, the longest ones first.
 
 Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
                rows each; a block walks over query tiles
@@ -184,7 +184,7 @@ def attention_flash_wgmma_fwd(
         v_map,  # the same
         out,  # (batch, heads_q, seqlen_q, head_dim_v)
         lse,  # (batch, heads_q, seqlen_q), contiguous
-        counter,  # of query tiles that blocks have taken, zeroed
+        counter,  # of query tiles that blocks have taken, zeroed, or null
         out_strides,
         batch,
         heads_q,
@@ -236,7 +236,8 @@ def attention_flash_wgmma_fwd(
             following = tile
             while following < tiles:
                 tile = following
-                following = uint32(blocks + atom_inc(counter))  # long before it is needed
+                taken = uint32(atom_inc(counter)) if FEATURES & RANGE else tile
+                following = uint32(blocks + taken)  # before it is needed
                 t = query_tile(
                     BLOCK_M, BLOCK_N, FEATURES,
                     tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,

@@ -317,7 +317,8 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
             TensorMap("v_map", "v", tile.block_n),
         ),
     )  # fmt: skip
-    return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
+    counter = Workspace("counter", (1,), "int32", zeroed=True)
+    return Work((launch,), (counter,) if problem.has_range else ())
 
 
 def _flash_wgmma_bwd(problem: Problem) -> Work:
@@ -353,8 +354,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     # Few heads leave q, dout and dq_acc in the L2 cache; but blocks of one wait for each other.
     at_a_time = min(heads_total, 16 if problem.deterministic else 8)
-    constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
-    stats = Entry("attention_row_stats", "attention_row_stats", constants, ATTENTION_ROW_STATS)
+    rows = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
+    stats = Entry("attention_row_stats", "attention_row_stats", rows, ATTENTION_ROW_STATS)
     maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
     return Work(
         (
