@@ -308,10 +308,11 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
-    keys_each = cdiv(problem.seqlen_k, _heads_each(problem))
+    # Few heads leave K and V in the L2 cache; with tiles of all lengths more blocks end together.
+    at_a_time = min(problem.batch * problem.heads_q, 32 if problem.has_range else 16)
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
-        values=_heads_at_a_time(problem, problem.heads_q, keys_each),
+        values=(("heads_at_a_time", max(1, at_a_time)),),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
@@ -327,6 +328,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         raise NotWrittenError(f"its backward's head_dim goes to 128, not {dim}")
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
+    if problem.scale <= 0:
+        raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
     tile = FLASH_WGMMA_TILES[False, dim][0]
     q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
     constants = (
@@ -382,6 +385,8 @@ def too_few_queries(problem: Problem) -> str | None:
     Its tiles are high and each takes a whole multiprocessor.
     """
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, 128)
+    if problem.op == "attention_backward":
+        return None
     if problem.seqlen_q > 64 and tiles >= MULTIPROCESSORS // 2:
         return None
     return f"its {tiles} tiles of 128 queries would leave most multiprocessors without work"
