@@ -1,4 +1,4 @@
-// attention_row_stats: what attention_flash_wgmma_bwd has to know of a query row, two rows at a time.
+// attention_row_stats: what attention_flash_wgmma_bwd has to know of a query row, two at a time.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
 //   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
