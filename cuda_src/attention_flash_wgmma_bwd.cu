@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq_part[32];  // keys down, queries across
   uint32 p[BLOCK_M / 4], ds[BLOCK_M / 4];
   uint32 step = 0;       // that is being ended; the next one is being begun
-  int* taken = nullptr;  // the counter of the last turn, in the lane that passes it on
+  int* taken = nullptr;  // the counter of the last turn
   int turn = 0;
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + (first_col + 8 * n) * 8;
     return *reinterpret_cast<const float4*>(smem + at);
   };
-  // 4b. p = exp(s - lse)
+  // 4b (consumers). p = exp(s - lse)
   auto hide_scores = [&]() {
     register_fence(s);
     int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
@@ -210,7 +210,21 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
-  // 4d. ds = p * (dout v^T - delta)
+  // What a step begins with, and the last one has alone: p and ds of its queries are there.
+  auto start_gradients = [&]() {
+    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
+    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
+    fence_proxy_async();
+    // 4c (consumers). dv += p^T dout
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
+    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
+    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
+    wgmma_wait_group<1>();
+    register_fence(dv_acc[0]);
+    register_fence(p);
+    free_slot(dout_empty + 8 * slot);
+  };
+  // 4d (consumers). ds = p * (dout v^T - delta)
   // p is that in 16 bits, as for dv: there is no room for both.
   auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(dp);
@@ -225,22 +239,27 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
-  auto round_gradients = [&]() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 4; ++i) ds[i] = cvt_rn_x2<T>(dp[2 * i], dp[2 * i + 1]);
+  // 4e (consumers). dk += ds^T q
+  auto start_dk = [&]() {
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
+  };
+  auto dk_is_there = [&]() {
+    wgmma_wait_group<0>();
+    register_fence(dk_acc[0]);
+    register_fence(ds);
+    free_slot(q_empty + 8 * (step % Q_STAGES));
   };
   // Hands the turn on, once what we have added is there for other blocks to see.
   auto pass_turn = [&]() {
     if (!DETERMINISTIC) return;
-    if (taken != nullptr) {
+    if (lane_id == 0) {
       cp_async_bulk_wait_group<0>();
       fence_proxy_async_global();
       st_release(taken, turn + 1);
-      taken = nullptr;
     }
     __syncwarp();  // the products that follow are a whole warp's
   };
-  // 4f. dq += ds k: it is there
+  // 4f (consumers). dq += ds k: it is there
   auto add_dq = [&](int query_tile, int q_start) {
     register_fence(dq_part);
     if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // the last part is on its way
@@ -266,30 +285,6 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncwarp();
   };
-  // What a step begins with, and the last one has alone: p and ds of its queries are there.
-  auto start_gradients = [&]() {
-    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
-    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
-    fence_proxy_async();
-    // 4c. dv += p^T dout
-    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
-    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
-    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
-    wgmma_wait_group<1>();
-    register_fence(dv_acc[0]);
-    register_fence(p);
-    free_slot(dout_empty + 8 * slot);
-  };
-  // 4e. dk += ds^T q
-  auto start_dk = [&]() {
-    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
-  };
-  auto dk_is_there = [&]() {
-    wgmma_wait_group<0>();
-    register_fence(dk_acc[0]);
-    register_fence(ds);
-    free_slot(q_empty + 8 * (step % Q_STAGES));
-  };
   if (steps > 0) {
     mbarrier_wait(k_full, 0);
     start_scores(0);
@@ -300,7 +295,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     probabilities(0, 0, BLOCK_M / 8);
     wgmma_wait_group<0>();
     score_gradients(0);
-    round_gradients();
+    round_fragments<T>(ds, dp);
   }
   for (; step + 1 < uint32(steps); ++step) {
     int query_tile = head_tiles + q_tile, q_start = q_tile * BLOCK_M;
@@ -331,7 +326,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       wgmma_wait_group<0>();
       score_gradients(step + 1);
     }
-    round_gradients();
+    round_fragments<T>(ds, dp);
     pass_turn();
   }
   if (steps > 0) {
@@ -344,7 +339,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // while it reads, the block must live
   }
 
-  // 5. Scale and store
+  // 5 (consumers). Scale and store
   int keys = int(seqlen_k) - (k_start + warp_key);
   float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
   store_rows(dk + offset_of(dk_strides, batch_index, head_kv, k_start + warp_key), dk_strides.row,

@@ -238,10 +238,6 @@ __global__ void __launch_bounds__(THREADS, 1)
       hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
     }
   };
-  auto round_scores = [&]() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
-  };
   bool any = k_start < t.k_end;
   if (any) {  // the first scores have nobody's p v to run beside
     mbarrier_wait(k_full, 0);
@@ -249,7 +245,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     wgmma_wait_group<0>();
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
-    round_scores();
+    round_fragments<T>(p, s);
   }
 
   // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
@@ -298,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
       }
     }
-    round_scores();
+    round_fragments<T>(p, s);
   };
   while (any) {
     for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);

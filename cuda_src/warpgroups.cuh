@@ -76,6 +76,13 @@ __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
   wgmma_commit_group();
 }
 
+// Rounds accumulators to T: then they are fragments of an operand.
+template <typename T, int N>
+__device__ __forceinline__ void round_fragments(uint32 (&x)[N], const float (&acc)[2 * N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = cvt_rn_x2<T>(acc[2 * i], acc[2 * i + 1]);
+}
+
 // Stores 16 rows of 16-bit fragments, from `row` on, into a tile of ROWS rows.
 template <int ROWS, int N>
 __device__ __forceinline__ void store_fragments(uint32 tile, int row, const uint32 (&x)[N]) {

@@ -69,7 +69,15 @@ from .ptx_sm90 import (
     wgmma_wait_group,
 )
 from .scores import first_key, first_query, key_range, last_query, sees, tile_is_unmasked
-from .warpgroups import load_tile, start_nt, start_rn, start_tn, store_fragments, store_rows
+from .warpgroups import (
+    load_tile,
+    round_fragments,
+    start_nt,
+    start_rn,
+    start_tn,
+    store_fragments,
+    store_rows,
+)
 
 float32, int32, int64, uint8, uint32 = (
     types.float32, types.int32, types.int64, types.uint8, types.uint32,
@@ -96,6 +104,7 @@ def attention_flash_wgmma_bwd(
     fence_scores, fence_p = register_fence(SCORES), register_fence(P)
     fence_acc, fence_part = register_fence(HEAD_DIM // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
+    round_gradients = round_fragments(T, P)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, HEAD_DIM // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -251,8 +260,7 @@ def attention_flash_wgmma_bwd(
         ds = cuda.local.array(P, uint32)
         row = cuda.local.array(4, float32)
         step = uint32(0)  # that is being ended; the next one is being begun
-        taken = int32(0)  # where the counter of the last turn is, in the lane that passes it on
-        turn = int32(0)
+        taken, turn = int32(0), int32(0)  # which counter the last turn was of
 
         def free_slot(empty):
             if lane_id == 0:
@@ -273,7 +281,7 @@ def attention_flash_wgmma_bwd(
             at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + (first_col + 8 * n) * 8)
             load16(row, 0, reinterpret(float32, advance(smem, at)), 0)
 
-        # 4b. p = exp(s - lse)
+        # 4b (consumers). p = exp(s - lse)
         def hide_scores(q_tile):
             fence_scores(s, 0)
             q_start, k_first = int32(q_tile * BLOCK_M), int32(k_start + group * 64)
@@ -296,7 +304,22 @@ def attention_flash_wgmma_bwd(
                         ex2_approx(s[i + 1] * to_log2 - row[1]),
                     )
 
-        # 4d. ds = p * (dout v^T - delta)
+        # What a step begins with, and the last one has alone: p and ds of its queries are there.
+        def start_gradients(step):
+            slot = uint32(rem(step, DOUT_STAGES))
+            ds_tile = uint32(rem(step, 2) * DS_BYTES)
+            store_ds(uint32(ds_smem + ds_tile), warp_key, ds)
+            fence_proxy_async()
+            # 4c (consumers). dv += p^T dout
+            multiply_rn(dv_acc, p, uint32(dout_smem + slot * QUERY_BYTES))
+            bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
+            multiply_tn(dq_part, uint32(ds_part + ds_tile), k_part)
+            wait_but_for_one()
+            fence_acc(dv_acc, 0)
+            fence_p(p, 0)
+            free_slot(uint32(dout_empty + 8 * slot))
+
+        # 4d (consumers). ds = p * (dout v^T - delta)
         # p is that in 16 bits, as for dv: there is no room for both.
         def score_gradients(step):
             fence_scores(dp, 0)
@@ -307,20 +330,26 @@ def attention_flash_wgmma_bwd(
                     dp[i] = first(p[2 * n + half]) * (dp[i] - row[2])
                     dp[i + 1] = second(p[2 * n + half]) * (dp[i + 1] - row[3])
 
-        def round_gradients():
-            for i in range(P):
-                ds[i] = pair(dp[2 * i], dp[2 * i + 1])
+        # 4e (consumers). dk += ds^T q
+        def start_dk(step):
+            multiply_rn(dk_acc, ds, uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES))
+
+        def dk_is_there(step):
+            wait_for_all()
+            fence_acc(dk_acc, 0)
+            fence_p(ds, 0)
+            free_slot(uint32(q_empty + 8 * rem(step, Q_STAGES)))
 
         # Hands the turn on, once what we have added is there for other blocks to see.
         def pass_turn(taken, turn):
             if DETERMINISTIC:
-                if taken != 0:
+                if lane_id == 0:
                     wait_for_sums()
                     fence_proxy_async_global()
                     st_release(advance(turns, taken), int32(turn + 1))
                 cuda.syncwarp()  # the products that follow are a whole warp's
 
-        # 4f. dq += ds k: it is there
+        # 4f (consumers). dq += ds k: it is there
         def add_dq(query_tile, q_start, taken, turn):
             fence_part(dq_part, 0)
             if lane_id == 0:
@@ -344,31 +373,6 @@ def attention_flash_wgmma_bwd(
             cuda.syncwarp()
             return taken, turn
 
-        # What a step begins with, and the last one has alone: p and ds of its queries are there.
-        def start_gradients(step):
-            slot = uint32(rem(step, DOUT_STAGES))
-            ds_tile = uint32(rem(step, 2) * DS_BYTES)
-            store_ds(uint32(ds_smem + ds_tile), warp_key, ds)
-            fence_proxy_async()
-            # 4c. dv += p^T dout
-            multiply_rn(dv_acc, p, uint32(dout_smem + slot * QUERY_BYTES))
-            bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
-            multiply_tn(dq_part, uint32(ds_part + ds_tile), k_part)
-            wait_but_for_one()
-            fence_acc(dv_acc, 0)
-            fence_p(p, 0)
-            free_slot(uint32(dout_empty + 8 * slot))
-
-        # 4e. dk += ds^T q
-        def start_dk(step):
-            multiply_rn(dk_acc, ds, uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES))
-
-        def dk_is_there(step):
-            wait_for_all()
-            fence_acc(dk_acc, 0)
-            fence_p(ds, 0)
-            free_slot(uint32(q_empty + 8 * rem(step, Q_STAGES)))
-
         if steps > 0:
             mbarrier_wait(k_full, 0)
             start_scores(uint32(0))
@@ -379,7 +383,7 @@ def attention_flash_wgmma_bwd(
             probabilities(uint32(0), 0, EIGHTS)
             wait_for_all()
             score_gradients(uint32(0))
-            round_gradients()
+            round_gradients(ds, dp)
         while uint32(step + 1) < steps:
             query_tile, q_start = int32(head_tiles + q_tile), int32(q_tile * BLOCK_M)
             q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
@@ -409,7 +413,7 @@ def attention_flash_wgmma_bwd(
                 probabilities(following, EIGHTS // 2, EIGHTS)
                 wait_for_all()
                 score_gradients(following)
-            round_gradients()
+            round_gradients(ds, dp)
             pass_turn(taken, turn)
             step = following
         if steps > 0:
@@ -422,7 +426,7 @@ def attention_flash_wgmma_bwd(
             if lane_id == 0:
                 wait_for_reads()  # while it reads, the block must live
 
-        # 5. Scale and store
+        # 5 (consumers). Scale and store
         keys = int32(seqlen_k - (k_start + warp_key))
         scale = cuda.local.array(2, float32)
         one = cuda.local.array(2, float32)

@@ -101,6 +101,18 @@ def start_tn(T, DEPTH):
     return function
 
 
+# Rounds accumulators to T: then they are fragments of an operand.
+def round_fragments(T, N):
+    pair = cvt_rn_x2(T)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(x, acc):
+        for i in range(N):
+            x[i] = pair(acc[2 * i], acc[2 * i + 1])
+
+    return function
+
+
 # Stores 16 rows of 16-bit fragments, from `row` on, into a tile of ROWS rows.
 def store_fragments(ROWS, N):
     @cuda.jit(device=True, forceinline=True)

@@ -145,8 +145,9 @@ def test_large_tiles_of_tensor_cores(
 HOPPER_TILES = [
     pytest.param(head_dim, tile, language, id=f"{head_dim}-{tuple(tile)}-{language}",
                  marks=needs(language))
-    for (_, head_dim), tiles in launchers.FLASH_WGMMA_TILES.items()
+    for (forward, head_dim), tiles in launchers.FLASH_WGMMA_TILES.items()
     for tile in tiles
+    if forward
     for language in ("cuda", "numba")
 ]  # fmt: skip
 
@@ -164,6 +165,22 @@ def test_tiles_of_hopper(
         q_lengths=[2 * tile.block_m + 9, 20],
     )  # fmt: skip
     check(e, backend=f"{language}-simulator", kernel="attention_flash_wgmma")
+
+
+@targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_of_hopper(
+    deterministic: bool, head_dim: int, row: Any, language: str
+) -> None:
+    """Tails, several tiles of both kinds, and a first tile of keys that no query sees."""
+    tile = launchers.FLASH_WGMMA_TILES[False, head_dim][0]
+    e = example(
+        row, 16, dtype="bfloat16", heads_q=2, heads_kv=1, head_dim=head_dim - 24,
+        head_dim_v=head_dim, seqlen_q=tile.block_m + 9, seqlen_k=tile.block_m + 211,
+        causal=True, window=(70, None), dlse=True,
+    )  # fmt: skip
+    check_taken(row, language, e, deterministic=deterministic)
 
 
 @targets([row for row in ATTENTION if row.name == "attention_flash_mma"])
