@@ -62,8 +62,8 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   wgmma_commit_group();
 }
 
-// Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of a
-// and one of b, both with the sums' axis down their columns.
+// Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of
+// a and one of b, both with the sums' axis down their columns.
 template <typename T, int DEPTH>
 __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
   register_fence(acc);

@@ -83,8 +83,8 @@ def start_rn(T, DEPTH, COLS, PARTS):
     return function
 
 
-# Starts acc = sum over d < DEPTH of a[d, row] * b[d, col], for 64 rows and 64 columns: a panel of a
-# and one of b, both with the sums' axis down their columns.
+# Starts acc = sum over d < DEPTH of a[d, row] * b[d, col], for 64 rows and 64 columns: a panel of
+# a and one of b, both with the sums' axis down their columns.
 def start_tn(T, DEPTH):
     multiply, fence = wgmma_ss_trans(T), register_fence(32)
 

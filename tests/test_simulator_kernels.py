@@ -176,8 +176,8 @@ def test_the_backward_of_hopper(
     """Tails, several tiles of both kinds, and a first tile of keys that no query sees."""
     tile = launchers.FLASH_WGMMA_TILES[False, head_dim][0]
     e = example(
-        row, 16, dtype="bfloat16", heads_q=2, heads_kv=1, head_dim=head_dim - 24,
-        head_dim_v=head_dim, seqlen_q=tile.block_m + 9, seqlen_k=tile.block_m + 211,
+        row, 16, dtype="bfloat16", heads_q=2, heads_kv=1, head_dim=head_dim - 8,
+        head_dim_v=head_dim - 24, seqlen_q=tile.block_m + 9, seqlen_k=tile.block_m + 211,
         causal=True, window=(70, None), dlse=True,
     )  # fmt: skip
     check_taken(row, language, e, deterministic=deterministic)

@@ -352,8 +352,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
     if problem.deterministic:  # blocks of one head would wait for each other
         at_a_time = (("heads_at_a_time", max(1, heads_total)),)
-    constants = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
-    stats = Entry("attention_row_stats", "attention_row_stats", constants, ATTENTION_ROW_STATS)
+    of_rows = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
+    stats = Entry("attention_row_stats", "attention_row_stats", of_rows, ATTENTION_ROW_STATS)
     maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
     return Work(
         (
