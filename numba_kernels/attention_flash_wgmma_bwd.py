@@ -260,7 +260,7 @@ def attention_flash_wgmma_bwd(
         ds = cuda.local.array(P, uint32)
         row = cuda.local.array(4, float32)
         step = uint32(0)  # that is being ended; the next one is being begun
-        taken, turn = int32(0), int32(0)  # which counter the last turn was of
+        taken, turn = turns, int32(0)  # the counter of the last turn
 
         def free_slot(empty):
             if lane_id == 0:
@@ -346,7 +346,7 @@ def attention_flash_wgmma_bwd(
                 if lane_id == 0:
                     wait_for_sums()
                     fence_proxy_async_global()
-                    st_release(advance(turns, taken), int32(turn + 1))
+                    st_release(taken, int32(turn + 1))
                 cuda.syncwarp()  # the products that follow are a whole warp's
 
         # 4f (consumers). dq += ds k: it is there
@@ -363,8 +363,8 @@ def attention_flash_wgmma_bwd(
             if lane_id == 0:
                 if DETERMINISTIC:
                     turn = int32(k_tile - div(first_key(FEATURES, band, q_start), BLOCK_N))
-                    taken = int32(1 + query_tile * WARPS + group * 4 + warp)
-                    while ld_acquire(advance(turns, taken)) != turn:
+                    taken = advance(turns, 1 + int32(query_tile * WARPS + group * 4 + warp))
+                    while ld_acquire(taken) != turn:
                         pass
                     fence_proxy_async_global()
                 total = advance(dq_acc, int64(query_tile) * (BLOCK_M * HEAD_DIM) + part * PART)
