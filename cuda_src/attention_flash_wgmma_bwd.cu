@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   // Our part of dq: queries from 64 * group, or where there are 64, the columns from there.
   uint32 ds_part = ds_smem + (BLOCK_M == 128 ? group * (BLOCK_N * 128) : 0);
   uint32 k_part = k_smem + (BLOCK_M == 128 ? 0 : group * (BLOCK_N * 128));
-  uint32 dq_warp = dq_smem + (BLOCK_M == 128 ? group * 4 + warp : warp * 2 + group) * 4096;
+  int part = BLOCK_M == 128 ? group * 4 + warp : warp * 2 + group;
+  uint32 dq_warp = dq_smem + part * 4096;
 
   // 3 (consumers). Start dk and dv
   float dk_acc[1][HEAD_DIM / 2] = {}, dv_acc[1][HEAD_DIM / 2] = {};
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + (first_col + 8 * n) * 8;
     return *reinterpret_cast<const float4*>(smem + at);
   };
-  // 4b. p = exp(s - lse)
+  // 4b (consumers). p = exp(s - lse)
   auto hide_scores = [&]() {
     register_fence(s);
     int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
@@ -235,7 +236,21 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
-  // 4d. ds = p * (dout v^T - delta)
+  // What a step begins with, and the last one has alone: p and ds of its queries are there.
+  auto start_gradients = [&]() {
+    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
+    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
+    fence_proxy_async();
+    // 4c (consumers). dv += p^T dout
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
+    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
+    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
+    wgmma_wait_group<1>();
+    register_fence(dv_acc[0]);
+    register_fence(p);
+    free_slot(dout_empty + 8 * slot);
+  };
+  // 4d (consumers). ds = p * (dout v^T - delta)
   // p is that in 16 bits, as for dv: there is no room for both.
   auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(dp);
@@ -250,11 +265,17 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
-  auto round_gradients = [&]() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 4; ++i) ds[i] = cvt_rn_x2<T>(dp[2 * i], dp[2 * i + 1]);
+  // 4e (consumers). dk += ds^T q
+  auto start_dk = [&]() {
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
   };
-  // 4f. dq += ds k: it is there
+  auto dk_is_there = [&]() {
+    wgmma_wait_group<0>();
+    register_fence(dk_acc[0]);
+    register_fence(ds);
+    free_slot(q_empty + 8 * (step % Q_STAGES));
+  };
+  // 4f (consumers). dq += ds k: it is there
   auto add_dq = [&]() {
     register_fence(dq_part);
     mbarrier_wait(dq_empty, ~step & 1);
@@ -267,30 +288,6 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     if (lane_id == 0) mbarrier_arrive(dq_full);
   };
-  // What a step begins with, and the last one has alone: p and ds of its queries are there.
-  auto start_gradients = [&]() {
-    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
-    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
-    fence_proxy_async();
-    // 4c. dv += p^T dout
-    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
-    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
-    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
-    wgmma_wait_group<1>();
-    register_fence(dv_acc[0]);
-    register_fence(p);
-    free_slot(dout_empty + 8 * slot);
-  };
-  // 4e. dk += ds^T q
-  auto start_dk = [&]() {
-    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
-  };
-  auto dk_is_there = [&]() {
-    wgmma_wait_group<0>();
-    register_fence(dk_acc[0]);
-    register_fence(ds);
-    free_slot(q_empty + 8 * (step % Q_STAGES));
-  };
   if (steps > 0) {
     mbarrier_wait(k_full, 0);
     start_scores(0);
@@ -301,7 +298,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     probabilities(0, 0, BLOCK_M / 8);
     wgmma_wait_group<0>();
     score_gradients(0);
-    round_gradients();
+    round_fragments<T>(ds, dp);
   }
   for (; step + 1 < uint32(steps); ++step) {
     next_query_tile();
@@ -331,7 +328,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       wgmma_wait_group<0>();
       score_gradients(step + 1);
     }
-    round_gradients();
+    round_fragments<T>(ds, dp);
   }
   if (steps > 0) {
     start_gradients();
@@ -341,7 +338,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     dk_is_there();
   }
 
-  // 5. Scale and store
+  // 5 (consumers). Scale and store
   int keys = int(seqlen_k) - (k_start + warp_key);
   float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
   store_rows(dk + offset_of(dk_strides, batch_index, head_kv, k_start + warp_key), dk_strides.row,

@@ -243,10 +243,6 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
     }
   };
-  auto round_scores = [&]() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
-  };
   // Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key
   // tile of a query tile; every consumer has to come, so nobody's turn may be open.
   auto clear_past_length = [&](const QueryTile& t, uint32 stage) {
@@ -264,7 +260,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     __syncwarp();  // all lanes have read t; later tiles have a turn in between
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
-    round_scores();
+    round_fragments<T>(p, s);
   }
 
   // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
@@ -317,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
         for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
       }
     }
-    round_scores();
+    round_fragments<T>(p, s);
   };
   while (any) {
     for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);

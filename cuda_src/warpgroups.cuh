@@ -76,8 +76,8 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   wgmma_commit_group();
 }
 
-// Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of a
-// and one of b, both with the sums' axis down their columns.
+// Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of
+// a and one of b, both with the sums' axis down their columns.
 template <typename T, int DEPTH>
 __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
   register_fence(acc);
@@ -88,6 +88,13 @@ __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
                       d > 0);
   }
   wgmma_commit_group();
+}
+
+// Rounds accumulators to T: then they are fragments of an operand.
+template <typename T, int N>
+__device__ __forceinline__ void round_fragments(uint32 (&x)[N], const float (&acc)[2 * N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = cvt_rn_x2<T>(acc[2 * i], acc[2 * i + 1]);
 }
 
 // Stores 16 rows of 16-bit fragments, from `row` on, into a tile of ROWS rows.

@@ -39,7 +39,6 @@ from .common import (
 )
 from .ptx_sm80 import (
     atom_inc,
-    cvt_rn_x2,
     ex2_approx,
     lg2_approx,
     rcp_approx,
@@ -71,7 +70,7 @@ from .scores import (
     sees,
     tile_is_unmasked,
 )
-from .warpgroups import clear_rows, load_tile, start_nt, start_rn, store_rows
+from .warpgroups import clear_rows, load_tile, round_fragments, start_nt, start_rn, store_rows
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -175,7 +174,7 @@ def attention_flash_wgmma_fwd(
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
     clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
-    pair, store_part = cvt_rn_x2(T), store_rows(T, DIMS // 2)
+    round_scores, store_part = round_fragments(T, P), store_rows(T, DIMS // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def kernel(
@@ -343,10 +342,6 @@ def attention_flash_wgmma_fwd(
                     s, score, t.band, int32(t.q_start + first_row), int32(k_start + first_col)
                 )
 
-        def round_scores():
-            for i in range(P):
-                p[i] = pair(s[2 * i], s[2 * i + 1])
-
         # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
         # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
         def clear_past_length(t, stage):
@@ -376,7 +371,7 @@ def attention_flash_wgmma_fwd(
             cuda.syncwarp()  # all lanes have read t; later tiles have a turn in between
             scores_are_there(t, k_start, loaded, tiles_loaded)
             softmax(s, row_max, row_sum, rescale, to_log2)
-            round_scores()
+            round_scores(p, s)
 
         # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
         # A step begins a key tile and ends the one before, which for the first key tile of a query
@@ -425,7 +420,7 @@ def attention_flash_wgmma_fwd(
                 for part in range(PARTS):
                     for i in range(DIMS // 2):
                         acc[part, i] *= rescale[i >> 1 & 1]
-            round_scores()
+            round_scores(p, s)
 
         while some_key:
             k_start = int32(k_start + BLOCK_N)

@@ -8,9 +8,12 @@ first element that takes part, counted through all of its axes.
 """
 
 from llvmlite import ir
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.extending import intrinsic
+
+from .common import to_acc
 
 _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
@@ -196,6 +199,31 @@ def cvt_rn_x2(T):
         return types.uint32(types.float32, types.float32), codegen
 
     return function
+
+
+# The first or the second of two elements in a register, as a float.
+def _half_as_float(T, shift):
+    @intrinsic
+    def half(_typing, _pair):
+        def codegen(context, builder, _signature, args):
+            bits = builder.lshr(args[0], _WORD(shift))
+            return builder.trunc(bits, context.get_value_type(T))
+
+        return T(types.uint32), codegen
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(pair):
+        return to_acc(half(pair))
+
+    return function
+
+
+def cvt_first(T):
+    return _half_as_float(T, 0)
+
+
+def cvt_second(T):
+    return _half_as_float(T, 16)
 
 
 # 2^x and the logarithm to base 2, right to two units in the last place; subnormal results are 0.
