@@ -1,5 +1,5 @@
-// attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and zeros
-// for it to add to and to count on.
+// attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and
+// zeros for it to add to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
 //   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0,  turns = 0
