@@ -7,7 +7,7 @@
 // Registers:     a handful
 // Twin:          numba_kernels/attention_delta.py
 // Launched by:   workbench/launchers.py, first of every backward
-#include "common.cuh"
+#include "ptx_sm80.cuh"
 
 template <typename T>
 __global__ void attention_delta(const T* dout,         // (batch, heads_q, seqlen_q, head_dim_v)
@@ -21,6 +21,7 @@ __global__ void attention_delta(const T* dout,         // (batch, heads_q, seqle
                                 int64 seqlen_q,
                                 int64 head_dim_v) {
   using Acc = acc_t<T>;
+  griddepcontrol_launch_dependents();
   int64 warp = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   int lane_id = threadIdx.x % 32;
   if (warp >= batch * heads_q * seqlen_q) return;  // the whole warp

@@ -10,7 +10,7 @@
 // Registers:     a handful
 // Twin:          numba_kernels/attention_dq.py
 // Launched by:   workbench/launchers.py, attention_flash_mma
-#include "common.cuh"
+#include "ptx_sm80.cuh"
 
 template <typename T, int BLOCK_M, int HEAD_DIM>
 __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, ..)
@@ -32,6 +32,7 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
   dq += offset_of(dq_strides, head / heads_q, head % heads_q, row) + col;
 
   // 1. dq = scale * dq_acc
+  griddepcontrol_wait();  // for the sum
   acc_t<T> x[16];
 #pragma unroll
   for (int lane = 0; lane < 4; ++lane) load16(x + 4 * lane, dq_acc + index * 16 + 4 * lane);

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 k_smem = shared_address(shared);
 
   // 1. Which key rows are ours
+  griddepcontrol_launch_dependents();
   uint32 ticket = blockIdx.x;
   if (DETERMINISTIC) {
     int* ticket_smem = reinterpret_cast<int*>(shared);
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       cp_async<4>(from_k + LSE_SMEM + i * 4, from + row, row < band.q_length);
     }
   };
+  griddepcontrol_wait();  // for delta
   if (steps > 0) load_queries(0, head, q_tile);
 
   // 3. Start dk and dv

@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 v_smem = k_smem + tile_bytes<BLOCK_N, HEAD_DIM>();
 
   // 1. Which rows are ours
+  if (SPLIT) griddepcontrol_launch_dependents();
   uint32 heads_total = uint32(batch * heads_q), tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M));
   uint32 tiles = gridDim.x / heads_total, splits = tiles / tiles_q;  // tiles: with those of splits
   HeadTile at = head_tile(blockIdx.x, tiles, heads_total, uint32(heads_at_a_time));

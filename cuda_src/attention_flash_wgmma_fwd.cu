@@ -7,8 +7,8 @@
 // as the consumers empty it, from one query tile on to the next without a break. And products are
 // wgmmas, which run in the background: a consumer starts the next scores, then the product of p
 // with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
-// cores. A block stays on its multiprocessor and takes query tiles from a counter, the longest ones
-// first.
+// cores. A block stays on its multiprocessor and takes query tiles in turn; where they differ in
+// length from a counter, the longest ones first.
 //
 // Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
 //                rows each; a block walks over query tiles
@@ -97,23 +97,23 @@ template <typename T,
           int Q_STAGES,
           int STAGES,
           int THREADS>
-__global__ void __launch_bounds__(THREADS, 1)
-    attention_flash_wgmma_fwd(const __grid_constant__ TensorMap q_map,  // boxes of BLOCK_M rows
-                              const __grid_constant__ TensorMap k_map,  // of BLOCK_N rows
-                              const __grid_constant__ TensorMap v_map,  // the same
-                              T* out,         // (batch, heads_q, seqlen_q, head_dim_v)
-                              acc_t<T>* lse,  // (batch, heads_q, seqlen_q), contiguous
-                              int* counter,   // of query tiles that blocks have taken, zeroed
-                              Strides out_strides,
-                              int64 batch,
-                              int64 heads_q,
-                              int64 heads_kv,
-                              int64 seqlen_q,
-                              int64 seqlen_k,
-                              int64 head_dim,
-                              int64 head_dim_v,
-                              ScoreParams<acc_t<T>> score,
-                              int64 heads_at_a_time) {
+__global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
+    const __grid_constant__ TensorMap q_map,  // boxes of BLOCK_M rows
+    const __grid_constant__ TensorMap k_map,  // of BLOCK_N rows
+    const __grid_constant__ TensorMap v_map,  // the same
+    T* out,                                   // (batch, heads_q, seqlen_q, head_dim_v)
+    acc_t<T>* lse,                            // (batch, heads_q, seqlen_q), contiguous
+    int* counter,  // of query tiles that blocks have taken, zeroed, or null
+    Strides out_strides,
+    int64 batch,
+    int64 heads_q,
+    int64 heads_kv,
+    int64 seqlen_q,
+    int64 seqlen_k,
+    int64 head_dim,
+    int64 head_dim_v,
+    ScoreParams<acc_t<T>> score,
+    int64 heads_at_a_time) {
   constexpr int CONSUMERS = THREADS / 128 - 1;
   constexpr int DIMS = HEAD_DIM_V < 128 ? HEAD_DIM_V : 128;  // of one product with V
   constexpr int PARTS = HEAD_DIM_V / DIMS;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
     for (uint32 tile = blockIdx.x, next; tile < tiles; tile = next) {
-      next = gridDim.x + atom_inc(counter);  // long before it is needed
+      next = gridDim.x + (FEATURES & RANGE ? atom_inc(counter) : tile);  // before it is needed
       QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q,
                                                            seqlen_k, heads_at_a_time);
       if (t.k_start >= t.k_end) continue;
@@ -243,10 +243,6 @@ __global__ void __launch_bounds__(THREADS, 1)
       hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
     }
   };
-  auto round_scores = [&]() {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
-  };
   // Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last key
   // tile of a query tile; every consumer has to come, so nobody's turn may be open.
   auto clear_past_length = [&](const QueryTile& t, uint32 stage) {
@@ -264,7 +260,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();  // all lanes have read t; later tiles have a turn in between
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
-    round_scores();
+    round_fragments<T>(p, s);
   }
 
   // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
@@ -317,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < DIMS / 2; ++i) acc[part][i] *= rescale[i / 2 % 2];
       }
     }
-    round_scores();
+    round_fragments<T>(p, s);
   };
   while (any) {
     for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);

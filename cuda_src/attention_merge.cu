@@ -8,6 +8,7 @@
 // Registers:     a handful
 // Twin:          numba_kernels/attention_merge.py
 // Launched by:   workbench/launchers.py, attention_flash_mma
+#include "ptx_sm80.cuh"
 #include "scores.cuh"
 
 template <typename T, int HEAD_DIM_V, int THREADS>
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(THREADS)
   int group = threadIdx.x / COLS, col = threadIdx.x % COLS * 4;
 
   // 1. Merge the parts of each group
+  griddepcontrol_wait();  // for them
   if (group < GROUPS) {
     Acc most = -INF, sum = 0, acc[4] = {};
     for (int64 first = group; first < splits; first += AT_ONCE * GROUPS) {

@@ -53,6 +53,22 @@ __device__ __forceinline__ void st_release(int* pointer, int value) {
 // Adds one and returns what was there.
 __device__ __forceinline__ int atom_inc(int* pointer) { return atomicAdd(pointer, 1); }
 
+// A launch may be allowed to start before the one in front of it has ended. From
+// griddepcontrol_launch_dependents on, once every block of the first has come there, the second may;
+// griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before sm_90
+// no launch is so.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Four 8 x 8 matrices of 16-bit elements from shared memory: lane i points to the 16 bytes of row
 // i % 8 of matrix i / 8, and gets the elements marked with its number, two in a register:
 //
@@ -128,6 +144,17 @@ __device__ __forceinline__ uint32 cvt_rn_x2<__nv_bfloat16>(float first, float se
   uint32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
   return pair;
+}
+
+// The first or the second of two elements in a register, as a float.
+template <typename T>
+__device__ __forceinline__ float cvt_first(uint32 pair) {
+  return to_acc(__builtin_bit_cast(T, static_cast<unsigned short>(pair)));
+}
+
+template <typename T>
+__device__ __forceinline__ float cvt_second(uint32 pair) {
+  return to_acc(__builtin_bit_cast(T, static_cast<unsigned short>(pair >> 16)));
 }
 
 // 2^x and the logarithm to base 2, right to two units in the last place; subnormal results are 0.

@@ -70,9 +70,61 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
-// Makes what this thread wrote to shared memory known to tensor copies and products of warpgroups.
+// ------------------------------------------------------------------------- copies of plain memory
+//
+// Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
+
+// Copies to shared memory, and takes the bytes off the barrier's count.
+__device__ __forceinline__ void cp_async_bulk(uint32 shared,
+                                              const void* global,
+                                              int bytes,
+                                              uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Adds floats in shared memory to those at `global`; each addition is atomic.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, uint32 shared, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most GROUPS of this thread's groups are under way; or with _read, until all others
+// have read their shared memory.
+template <int GROUPS>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+template <int GROUPS>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Puts ordinary accesses to shared memory, or to global memory, and those of copies and of wgmmas
+// in order, each before this on one side and after it on the other.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements, as ldmatrix_x4 (ptx_sm80.cuh) loads them.
+__device__ __forceinline__ void stmatrix_x4(uint32 shared, const uint32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
 // -------------------------------------------------------------------------- products of warpgroups
@@ -180,6 +232,28 @@ WGMMA_OF_16_BITS(128,
                  "67",
                  "68",
                  "69")
+
+// acc (+)= a b, where both lie in shared memory with the sums' axis down their columns: the
+// transpose of a 16 x 64 tile times a 16 x 64 tile.
+template <typename T>
+__device__ __forceinline__ void wgmma_ss_trans(float (&acc)[32],
+                                               uint64 a,
+                                               uint64 b,
+                                               bool accumulate);
+
+#define WGMMA_TRANS(T, TYPE)                                                              \
+  template <>                                                                             \
+  __device__ __forceinline__ void wgmma_ss_trans<T>(float (&acc)[32], uint64 a, uint64 b, \
+                                                    bool accumulate) {                    \
+    asm volatile(                                                                         \
+        "{.reg .pred accumulate; setp.ne.b32 accumulate, %34, 0; "                        \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_0_TO_31    \
+        "}, %32, %33, accumulate, 1, 1, 1, 1;}"                                           \
+        : ACC_32(0)                                                                       \
+        : "l"(a), "l"(b), "r"(int(accumulate)));                                          \
+  }
+WGMMA_TRANS(__half, "f16")
+WGMMA_TRANS(__nv_bfloat16, "bf16")
 
 // -------------------------------------------------------------------------------- warps and roles
 

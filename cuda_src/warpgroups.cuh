@@ -76,6 +76,39 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   wgmma_commit_group();
 }
 
+// Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of
+// a and one of b, both with the sums' axis down their columns.
+template <typename T, int DEPTH>
+__device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
+  register_fence(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d += 16) {
+    wgmma_ss_trans<T>(acc, wgmma_descriptor(a + d * 128, 16), wgmma_descriptor(b + d * 128, 16),
+                      d > 0);
+  }
+  wgmma_commit_group();
+}
+
+// Rounds accumulators to T: then they are fragments of an operand.
+template <typename T, int N>
+__device__ __forceinline__ void round_fragments(uint32 (&x)[N], const float (&acc)[2 * N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = cvt_rn_x2<T>(acc[2 * i], acc[2 * i + 1]);
+}
+
+// Stores 16 rows of 16-bit fragments, from `row` on, into a tile of ROWS rows.
+template <int ROWS, int N>
+__device__ __forceinline__ void store_fragments(uint32 tile, int row, const uint32 (&x)[N]) {
+  int lane_id = threadIdx.x % 32;
+  row += lane_id % 16;
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {  // four registers are 16 columns, two chunks of a row
+    int chunk = i / 2 + lane_id / 16;
+    stmatrix_x4(tile + chunk / 8 * (ROWS * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16, x + i);
+  }
+}
+
 // Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
 // exchange chunks of eight columns until each has whole ones.
 template <typename T, int N>

@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import acc_t, advance, div, is_null, offset_of, rem, to_acc, warp_sum
+from .ptx_sm80 import griddepcontrol_launch_dependents
 
 
 def attention_delta(T):
@@ -32,6 +33,7 @@ def attention_delta(T):
         seqlen_q,
         head_dim_v,
     ):
+        griddepcontrol_launch_dependents()
         warp = (int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x) >> 5
         lane_id = cuda.threadIdx.x & 31
         if warp >= batch * heads_q * seqlen_q:  # the whole warp

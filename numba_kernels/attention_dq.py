@@ -16,6 +16,7 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import acc_t, advance, cdiv, div, from_acc, load16, offset_of, rem, store16
+from .ptx_sm80 import griddepcontrol_wait
 
 
 def attention_dq(T, BLOCK_M, HEAD_DIM):
@@ -48,6 +49,7 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
         dq = advance(dq, dq_row + col)
 
         # 1. dq = scale * dq_acc
+        griddepcontrol_wait()  # for the sum
         for lane in range(4):
             load16(x, 4 * lane, dq_acc, index * 16 + 4 * lane)
         for half in range(2):

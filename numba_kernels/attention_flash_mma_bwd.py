@@ -46,6 +46,8 @@ from .ptx_sm80 import (
     cp_async,
     cp_async_wait_all,
     ex2_approx,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     ld_acquire,
     red_add_x4,
     shared_address,
@@ -153,6 +155,7 @@ def attention_flash_mma_bwd(
         k_smem = shared_address(shared, 0)
 
         # 1. Which key rows are ours
+        griddepcontrol_launch_dependents()
         ticket = uint32(cuda.blockIdx.x)
         if DETERMINISTIC:
             ticket_smem = reinterpret(int32, shared)
@@ -203,6 +206,7 @@ def attention_flash_mma_bwd(
                     source = advance(lse if i < BLOCK_M else delta, offset)
                     load_float(from_k + LSE_SMEM + i * 4, source, row < rows)
 
+        griddepcontrol_wait()  # for delta
         if more:
             load_queries(0, head, q_tile)
 

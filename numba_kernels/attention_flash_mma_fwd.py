@@ -51,7 +51,14 @@ from .fragments import (
     store_tile,
     tile_bytes,
 )
-from .ptx_sm80 import cp_async_wait_all, cvt_rn_x2, ex2_approx, lg2_approx, shared_address
+from .ptx_sm80 import (
+    cp_async_wait_all,
+    cvt_rn_x2,
+    ex2_approx,
+    griddepcontrol_launch_dependents,
+    lg2_approx,
+    shared_address,
+)
 from .scores import (
     BIAS,
     SOFTCAP,
@@ -127,6 +134,8 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         v_smem = uint32(q_smem + V_SMEM)
 
         # 1. Which rows are ours
+        if SPLIT:
+            griddepcontrol_launch_dependents()
         heads_total, tiles_q = uint32(batch * heads_q), uint32(cdiv(uint32(seqlen_q), BLOCK_M))
         tiles = uint32(div(uint32(cuda.gridDim.x), heads_total))  # with those of splits
         splits = uint32(div(tiles, tiles_q))

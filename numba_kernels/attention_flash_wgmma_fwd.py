@@ -7,8 +7,8 @@ accelerator, which one thread, the producer, keeps busy: it fills a ring of K an
 as the consumers empty it, from one query tile on to the next without a break. And products are
 wgmmas, which run in the background: a consumer starts the next scores, then the product of p
 with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
-cores. A block stays on its multiprocessor and takes query tiles from a counter, the longest ones
-first.
+cores. A block stays on its multiprocessor and takes query tiles in turn; where they differ in
+length from a counter, the longest ones first.
 
 Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
                rows each; a block walks over query tiles
@@ -39,7 +39,6 @@ from .common import (
 )
 from .ptx_sm80 import (
     atom_inc,
-    cvt_rn_x2,
     ex2_approx,
     lg2_approx,
     rcp_approx,
@@ -71,7 +70,7 @@ from .scores import (
     sees,
     tile_is_unmasked,
 )
-from .warpgroups import clear_rows, load_tile, start_nt, start_rn, store_rows
+from .warpgroups import clear_rows, load_tile, round_fragments, start_nt, start_rn, store_rows
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -175,7 +174,7 @@ def attention_flash_wgmma_fwd(
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
     clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
-    pair, store_part = cvt_rn_x2(T), store_rows(T, DIMS // 2)
+    round_scores, store_part = round_fragments(T, P), store_rows(T, DIMS // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def kernel(
@@ -184,7 +183,7 @@ def attention_flash_wgmma_fwd(
         v_map,  # the same
         out,  # (batch, heads_q, seqlen_q, head_dim_v)
         lse,  # (batch, heads_q, seqlen_q), contiguous
-        counter,  # of query tiles that blocks have taken, zeroed
+        counter,  # of query tiles that blocks have taken, zeroed, or null
         out_strides,
         batch,
         heads_q,
@@ -236,7 +235,8 @@ def attention_flash_wgmma_fwd(
             following = tile
             while following < tiles:
                 tile = following
-                following = uint32(blocks + atom_inc(counter))  # long before it is needed
+                taken = uint32(atom_inc(counter)) if FEATURES & RANGE else tile
+                following = uint32(blocks + taken)  # before it is needed
                 t = query_tile(
                     BLOCK_M, BLOCK_N, FEATURES,
                     tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,
@@ -342,10 +342,6 @@ def attention_flash_wgmma_fwd(
                     s, score, t.band, int32(t.q_start + first_row), int32(k_start + first_col)
                 )
 
-        def round_scores():
-            for i in range(P):
-                p[i] = pair(s[2 * i], s[2 * i + 1])
-
         # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
         # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
         def clear_past_length(t, stage):
@@ -375,7 +371,7 @@ def attention_flash_wgmma_fwd(
             cuda.syncwarp()  # all lanes have read t; later tiles have a turn in between
             scores_are_there(t, k_start, loaded, tiles_loaded)
             softmax(s, row_max, row_sum, rescale, to_log2)
-            round_scores()
+            round_scores(p, s)
 
         # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
         # A step begins a key tile and ends the one before, which for the first key tile of a query
@@ -424,7 +420,7 @@ def attention_flash_wgmma_fwd(
                 for part in range(PARTS):
                     for i in range(DIMS // 2):
                         acc[part, i] *= rescale[i >> 1 & 1]
-            round_scores()
+            round_scores(p, s)
 
         while some_key:
             k_start = int32(k_start + BLOCK_N)

@@ -16,6 +16,7 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import INF, acc_t, advance, div, exp_of, from_acc, load16, offset_of, rem, store16
+from .ptx_sm80 import griddepcontrol_wait
 from .scores import finite_or_zero
 
 
@@ -51,6 +52,7 @@ def attention_merge(T, HEAD_DIM_V, THREADS):
         group, col = uint32(div(tid, COLS)), uint32(rem(tid, COLS) * 4)
 
         # 1. Merge the parts of each group
+        griddepcontrol_wait()  # for them
         if group < GROUPS:
             most, total = Acc(-INF), Acc(0)
             for j in range(4):

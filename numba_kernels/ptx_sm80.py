@@ -8,9 +8,12 @@ first element that takes part, counted through all of its axes.
 """
 
 from llvmlite import ir
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.extending import intrinsic
+
+from .common import to_acc
 
 _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
@@ -198,6 +201,31 @@ def cvt_rn_x2(T):
     return function
 
 
+# The first or the second of two elements in a register, as a float.
+def _half_as_float(T, shift):
+    @intrinsic
+    def half(_typing, _pair):
+        def codegen(context, builder, _signature, args):
+            bits = builder.lshr(args[0], _WORD(shift))
+            return builder.trunc(bits, context.get_value_type(T))
+
+        return T(types.uint32), codegen
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(pair):
+        return to_acc(half(pair))
+
+    return function
+
+
+def cvt_first(T):
+    return _half_as_float(T, 0)
+
+
+def cvt_second(T):
+    return _half_as_float(T, 16)
+
+
 # 2^x and the logarithm to base 2, right to two units in the last place; subnormal results are 0.
 @intrinsic
 def ex2_approx(_typing, _x):
@@ -222,6 +250,30 @@ def rcp_approx(_typing, _x):
         return _arithmetic(builder, _FLOAT, "rcp.approx.ftz.f32 $0, $1;", "=f,f", args)
 
     return types.float32(types.float32), codegen
+
+
+# A launch may be allowed to start before the one in front of it has ended. From
+# griddepcontrol_launch_dependents on, once every block of the first has come there, the second may;
+# griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before sm_90
+# no launch is so.
+@intrinsic
+def griddepcontrol_launch_dependents(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.launch_dependents;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def griddepcontrol_wait(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.wait;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 # Adds x to four floats in global memory, in one access from sm_90 on; the address must be a

@@ -97,10 +97,70 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
-# Makes what this thread wrote to shared memory known to tensor copies and products of warpgroups.
+# ------------------------------------------------------------------------- copies of plain memory
+#
+# Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
+
+
+# Copies to shared memory, and takes the bytes off the barrier's count.
+@intrinsic
+def cp_async_bulk(_typing, _shared, source, _bytes, _barrier):
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    return _statement(text, "r,l,r,r", uint32, source, int32, uint32)
+
+
+# Adds floats in shared memory to those at `target`; each addition is atomic.
+@intrinsic
+def cp_reduce_async_bulk_add(_typing, target, _shared, _bytes):
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    return _statement(text, "l,r,r", target, uint32, int32)
+
+
+@intrinsic
+def cp_async_bulk_commit_group(_typing):
+    return _statement("cp.async.bulk.commit_group;", "")
+
+
+# Waits until at most GROUPS of this thread's groups are under way; or with _read, until all others
+# have read their shared memory.
+def cp_async_bulk_wait_group(GROUPS):
+    @intrinsic
+    def function(_typing):
+        return _statement(f"cp.async.bulk.wait_group {GROUPS};", "")
+
+    return function
+
+
+def cp_async_bulk_wait_group_read(GROUPS):
+    @intrinsic
+    def function(_typing):
+        return _statement(f"cp.async.bulk.wait_group.read {GROUPS};", "")
+
+    return function
+
+
+# Puts ordinary accesses to shared memory, or to global memory, and those of copies and of wgmmas
+# in order, each before this on one side and after it on the other.
 @intrinsic
 def fence_proxy_async(_typing):
     return _statement("fence.proxy.async.shared::cta;", "")
+
+
+@intrinsic
+def fence_proxy_async_global(_typing):
+    return _statement("fence.proxy.async.global;", "")
+
+
+# Stores four 8 x 8 matrices of 16-bit elements, as ldmatrix_x4 (ptx_sm80.py) loads them.
+@intrinsic
+def stmatrix_x4(_typing, _shared, r, _r_index):
+    def codegen(context, builder, _signature, args):
+        text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+        words = [builder.load(x) for x in elements(context, builder, r, *args[1:], 4)]
+        assembly(builder, _VOID, text, "r,r,r,r,r", [args[0], *words])
+        return context.get_dummy_value()
+
+    return types.void(uint32, r, types.int64), codegen
 
 
 # -------------------------------------------------------------------------- products of warpgroups
@@ -215,6 +275,23 @@ def wgmma_rs(T, N):
 
         operands = (a, types.int64, types.uint64)
         return types.void(acc, types.int64, *operands, types.boolean), codegen
+
+    return function
+
+
+# acc (+)= a b, where both lie in shared memory with the sums' axis down their columns: the
+# transpose of a 16 x 64 tile times a 16 x 64 tile.
+def wgmma_ss_trans(T):
+    @intrinsic
+    def function(_typing, acc, _acc_index, _a, _b, _accumulate):
+        def codegen(context, builder, _signature, args):
+            target = elements(context, builder, acc, *args[:2], 32)
+            a, b, accumulate = args[2:]
+            flags = "1, 1, 1, 1"
+            return _wgmma(context, builder, T, 64, target, [a], ["l"], b, accumulate, flags)
+
+        descriptors = (types.uint64, types.uint64)
+        return types.void(acc, types.int64, *descriptors, types.boolean), codegen
 
     return function
 

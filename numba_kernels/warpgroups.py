@@ -21,11 +21,13 @@ from .ptx_sm90 import (
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
     register_fence,
+    stmatrix_x4,
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
     wgmma_rs,
     wgmma_ss,
+    wgmma_ss_trans,
 )
 
 int32, uint32 = types.int32, types.uint32
@@ -95,6 +97,50 @@ def start_rn(T, DEPTH, COLS, PARTS):
                 from_b = wgmma_descriptor(start, DEPTH * 128)
                 multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
         wgmma_commit_group()
+
+    return function
+
+
+# Starts acc = sum over d < DEPTH of a[d, row] * b[d, col], for 64 rows and 64 columns: a panel of
+# a and one of b, both with the sums' axis down their columns.
+def start_tn(T, DEPTH):
+    multiply, fence = wgmma_ss_trans(T), register_fence(32)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        fence(acc, 0)
+        wgmma_fence()
+        for d in range(0, DEPTH, 16):
+            from_a = wgmma_descriptor(uint32(a + d * 128), 16)
+            from_b = wgmma_descriptor(uint32(b + d * 128), 16)
+            multiply(acc, 0, from_a, from_b, d > 0)
+        wgmma_commit_group()
+
+    return function
+
+
+# Rounds accumulators to T: then they are fragments of an operand.
+def round_fragments(T, N):
+    pair = cvt_rn_x2(T)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(x, acc):
+        for i in range(N):
+            x[i] = pair(acc[2 * i], acc[2 * i + 1])
+
+    return function
+
+
+# Stores 16 rows of 16-bit fragments, from `row` on, into a tile of ROWS rows.
+def store_fragments(ROWS, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tile, row, x):
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        row = uint32(row + (lane_id & 15))
+        for i in range(0, N, 4):  # four registers are 16 columns, two chunks of a row
+            chunk = (i >> 1) + (lane_id >> 4)
+            at = (chunk >> 3) * (ROWS * 128) + row * 128 + ((chunk & 7) ^ (row & 7)) * 16
+            stmatrix_x4(uint32(tile + at), x, i)
 
     return function
 

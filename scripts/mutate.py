@@ -46,6 +46,7 @@ SHARED = {
     "attention_merge": ("attention_flash_mma",),
     "tiles": ("attention_flash_simt",),
     "matmul": ("attention_tiled",),
+    "attention_row_stats": ("attention_flash_wgmma",),
     "attention_delta": ("attention_naive",),
     "attention_dbias": ("attention_naive",),
 }

@@ -537,9 +537,10 @@ def test_layout_bnhd(row: Any, backend: str) -> None:
 def test_the_same_bits_every_time(dtype: str, row: Any, backend: str) -> None:
     if dtype not in row.dtypes:
         pytest.skip(f"{row.name} takes {row.dtypes}")
+    hopper = row.name == "attention_flash_wgmma"  # it takes no bias
     e = example(
         row, 14, dtype=dtype, batch=2, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_k=400,
-        head_dim=64, causal=True, bias="hqk", dlse=True,
+        head_dim=64, causal=True, bias=None if hopper else "hqk", dlse=True,
     )  # fmt: skip
     if what_it_takes(row, e) is None:
         pytest.skip(f"{row.name} declines this")
@@ -553,7 +554,8 @@ def test_the_same_bits_every_time(dtype: str, row: Any, backend: str) -> None:
     for other in others:
         for name, x in first.items():
             assert other[name].tobytes() == x.tobytes(), f"{name} changed"
-    for name in ("out", "lse", "dk", "dv"):
+    # Hopper's walks over the queries the other way round.
+    for name in ("out", "lse") if hopper else ("out", "lse", "dk", "dv"):
         assert loose[name].tobytes() == first[name].tobytes(), f"{name} changed"
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from building import needs
-from oracle import Example, check, example, part_taken, random_example
+from oracle import Example, check, example, part_taken, random_example, run
 
 import workbench
 from workbench import KERNELS, launchers
 from workbench.launchers import Work
 from workbench.problem import DTYPES, SIMULATOR_ARCH, VectorProblem
+from workbench.simulator import engine
 from workbench.simulator import run as simulator
 
 ATTENTION = [row for row in KERNELS if row.op == "attention"]
@@ -145,8 +146,9 @@ def test_large_tiles_of_tensor_cores(
 HOPPER_TILES = [
     pytest.param(head_dim, tile, language, id=f"{head_dim}-{tuple(tile)}-{language}",
                  marks=needs(language))
-    for (_, head_dim), tiles in launchers.FLASH_WGMMA_TILES.items()
+    for (forward, head_dim), tiles in launchers.FLASH_WGMMA_TILES.items()
     for tile in tiles
+    if forward
     for language in ("cuda", "numba")
 ]  # fmt: skip
 
@@ -216,6 +218,44 @@ def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
     )  # fmt: skip
     assert part_taken(row, replace(e, q=q, k=k, v=v), SIMULATOR_ARCH) is not None
     check_taken(row, language, replace(e, q=q, k=k, v=v))
+
+
+HOPPER = targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
+
+
+@HOPPER
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_of_hopper(
+    deterministic: bool, head_dim: int, row: Any, language: str
+) -> None:
+    """Tails, several tiles of both kinds, and a tile of keys, last or first, that nobody sees."""
+    hidden = {"causal": True, "window": (70, None)} if deterministic else {"causal": "top_left"}
+    e = example(
+        row, 16, dtype="bfloat16", heads_q=2, heads_kv=1, head_dim=head_dim - 8,
+        head_dim_v=head_dim - 24, seqlen_q=137, seqlen_k=339, dlse=True, **hidden,
+    )  # fmt: skip
+    check_taken(row, language, e, deterministic=deterministic)
+
+
+@HOPPER
+def test_blocks_that_run_alone_add_up_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, row: Any, language: str
+) -> None:
+    """Together, those of later keys have fewer steps and end first, but must add in their turn."""
+    sizes = {"heads_q": 1, "seqlen_q": 290, "seqlen_k": 290, "head_dim": 128}
+    e = example(row, 17, causal=True, **sizes)
+
+    def sums() -> bytes:
+        with simulator.recording() as records:
+            run(e, deterministic=True, **how(row, language))
+        memory = records[-1].launch.memory
+        (region,) = (region for region in memory.regions if region.name == "dq_acc")
+        return memory.view(region).tobytes()
+
+    together = sums()
+    monkeypatch.setattr(engine, "SHARED_PER_CHUNK", 1)
+    assert sums() == together
 
 
 @targets([row for row in ATTENTION if row.name == "attention_flash_mma"])

@@ -37,9 +37,7 @@ def test_names_are_unique_and_ordered() -> None:
 def test_a_name_is_one_word_everywhere(row: table.Kernel) -> None:
     assert row.work is getattr(launchers, row.name)
     assert row.name.startswith(row.op)
-    suffixes = ("",)
-    if row.op == "attention":
-        suffixes = ("_fwd", "_bwd") if row.backward else ("_fwd",)
+    suffixes = ("_fwd", "_bwd") if row.op == "attention" else ("",)
     for language in row.languages:
         for suffix in suffixes:
             assert row.name + suffix in stems(language)
@@ -50,8 +48,9 @@ def test_a_name_is_one_word_everywhere(row: table.Kernel) -> None:
 
 def test_every_kernel_file_belongs_to_a_row() -> None:
     names = {row.name for row in KERNELS}
-    # Of every backward; of the fast ones, of forwards that split their keys.
-    shared = {"attention_delta", "attention_dbias", "attention_dq", "attention_merge"}
+    # Of every backward; of those on tensor cores, of Hopper's, of forwards that split their keys.
+    shared = {"attention_delta", "attention_dbias", "attention_dq", "attention_row_stats"}
+    shared |= {"attention_merge"}
     for stem in stems("cuda"):
         assert stem.removesuffix("_fwd").removesuffix("_bwd") in names | shared
 
@@ -116,7 +115,6 @@ def test_what_hopper_declines() -> None:
     half = replace(PROBLEM, dtype="float16", seqlen_q=1000)
     assert reason("attention_flash_wgmma", half) == ""
     for change, why in (
-        ({"op": "attention_backward"}, "the forward only"),
         ({"has_mask": True}, "no mask and no bias"),
         ({"has_bias": True}, "no mask and no bias"),
         ({"alignment": 8}, "multiples of 16 bytes, not 8"),
@@ -134,6 +132,16 @@ def test_what_hopper_declines() -> None:
     ):
         assert reason("attention_flash_wgmma", replace(half, **change)) == "", change
     assert "of sm_90, not sm_100" in reason("attention_flash_wgmma", half, "sm_100")
+    backward = replace(half, op="attention_backward")
+    assert reason("attention_flash_wgmma", backward) == ""
+    for change, why in (
+        ({"head_dim_v": 192}, "its backward's head_dim goes to 128, not 256"),
+        ({"softcap": 2.0}, "its backward takes no softcap"),
+        ({"scale": -1.0}, "its backward takes a positive scale, not -1.0"),
+        ({"has_q_lengths": True}, "its backward takes no softcap, no q_lengths"),
+        ({"strides": (("dout", (64, 0, 64)),)}, "repeat or run backwards"),
+    ):
+        assert why in reason("attention_flash_wgmma", replace(backward, **change)), change
 
 
 def test_reasons_are_sentences() -> None:
@@ -227,14 +235,14 @@ def test_instances_reach_every_kernel_dtype_and_feature(arch: str) -> None:
         features = [dict(e.constants).get("FEATURES", 0) for e in entries]
         if row.op == "attention":
             hopper = launchers.RANGE | launchers.SOFTCAP | launchers.KV_LENGTHS
-            assert max(features) == (15 if row.backward else hopper)
+            assert max(features) == (hopper if row.name == "attention_flash_wgmma" else 15)
             assert min(features) == 0
     flash = {dict(x.entry.constants)["FEATURES"] for x in units["attention_flash_simt"]
              if "flash" in x.entry.name}  # fmt: skip
     assert flash >= {0, 1, 2, 4, 8, 15}
     every = [launch.entry for launches in units.values() for launch in launches]
     assert len(set(every)) == len(every)
-    assert 100 <= len(every) <= 320
+    assert 100 <= len(every) <= 340
 
 
 def test_instances_are_problems_that_users_can_have() -> None:

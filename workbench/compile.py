@@ -669,8 +669,42 @@ def packet(arguments: bytes) -> bytes:
     return struct.pack(f"<{PACKET_HEADER}Q", *header) + arguments
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: programmatic stream serialization, allowed."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint64 * 8))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_memory", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint32),
+    )
+
+
+_SERIALIZATION_ALLOWED = _LaunchAttribute(id=6, value=(1,))
+
+
+@functools.cache
+def _launch_kernel_ex() -> Any:
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return library.cuLaunchKernelEx
+
+
 def launch(
-    kernel: Loaded, grid: int, block: int, shared_memory: int, stream: int, words: Any
+    kernel: Loaded,
+    grid: int,
+    block: int,
+    shared_memory: int,
+    stream: int,
+    words: Any,
+    dependent: bool = False,
 ) -> None:
     """Start a kernel on a stream.
 
@@ -679,8 +713,22 @@ def launch(
     words : ctypes array of c_uint64
         A copy of a `packet` with the arrays' addresses in it. The driver has read it when this
         returns.
+    dependent : bool
+        Let it start before the launch in front of it has ended: the kernel waits for that itself.
+        CUDA Programming Guide, "Programmatic Dependent Launch"; from sm_90 on.
     """
     base = ctypes.addressof(words)
     words[1] = base + 8 * PACKET_HEADER
     words[3] = base + 8 * _SIZE_WORD
-    kernel.start(kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, base)
+    if not dependent:
+        kernel.start(kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, base)
+        return
+    config = _LaunchConfig(
+        (grid, 1, 1), (block, 1, 1), shared_memory, stream,
+        ctypes.pointer(_SERIALIZATION_ALLOWED), 1,
+    )  # fmt: skip
+    status = _launch_kernel_ex()(
+        ctypes.byref(config), ctypes.c_void_p(kernel.function), None, ctypes.c_void_p(base)
+    )
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx fails (CUresult {status})")

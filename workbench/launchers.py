@@ -65,6 +65,11 @@ FLASH_WGMMA_FWD = _signature(
     "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse, int* counter", "out",
     "int64 heads_at_a_time",
 )  # fmt: skip
+FLASH_WGMMA_BWD = _signature(
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, TensorMap dout_map, Acc* stats, "
+    "Acc* dq_acc, int* turns, T* dk, T* dv",
+    "dk dv", "int64 heads_at_a_time",
+)  # fmt: skip
 FLASH_MMA_BWD = _signature(
     "T* dout, T* q, T* k, T* v, Acc* lse, Acc* delta, Acc* dq_acc, int* turns, T* dk, T* dv",
     "dout q k v dk dv", "int64 heads_at_a_time",
@@ -80,6 +85,11 @@ ATTENTION_MERGE = Signature(
 ATTENTION_DELTA = Signature(
     "T* dout, T* out, Acc* dlse, Acc* delta, Strides dout_strides, Strides out_strides, "
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
+)
+ATTENTION_ROW_STATS = Signature(
+    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, int* turns, "
+    "Strides dout_strides, "
+    "Strides out_strides, int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 
 
@@ -109,7 +119,8 @@ class TensorMap(NamedTuple):
 class Launch:
     """One kernel launch: what to compile and how many threads to start.
 
-    `values` are arguments that differ from those of the problem, by dotted name.
+    `values` are arguments that differ from those of the problem, by dotted name. A `dependent`
+    launch may start before the one in front of it has ended: its kernel waits for that.
     """
 
     entry: Entry
@@ -118,6 +129,7 @@ class Launch:
     shared_memory: int = 0
     values: tuple[tuple[str, int], ...] = ()
     maps: tuple[TensorMap, ...] = ()
+    dependent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +262,7 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
 
 def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
-    read = [name for name, _ in problem.strides if name in "qkv"]
+    read = [name for name, _ in problem.strides if name in ("q", "k", "v", "dout")]
     reasons = [
         (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
         (problem.has_mask or problem.has_bias, "it takes no mask and no bias"),
@@ -267,6 +279,10 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     for declined, reason in reasons:
         if declined:
             raise NotWrittenError(reason)
+    return _flash_wgmma_fwd(problem) if problem.op == "attention" else _flash_wgmma_bwd(problem)
+
+
+def _flash_wgmma_fwd(problem: Problem) -> Work:
     dims = tuple(
         next(size for size in (64, 128, 256, dim) if size >= dim)
         for dim in (problem.head_dim, problem.head_dim_v)
@@ -292,16 +308,75 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
-    keys_each = cdiv(problem.seqlen_k, _heads_each(problem))
+    # Few heads leave K and V in the L2 cache; with tiles of all lengths more blocks end together.
+    at_a_time = min(problem.batch * problem.heads_q, 32 if problem.has_range else 16)
     launch = Launch(
         entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
-        values=_heads_at_a_time(problem, problem.heads_q, keys_each),
+        values=(("heads_at_a_time", max(1, at_a_time)),),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
             TensorMap("v_map", "v", tile.block_n),
         ),
     )  # fmt: skip
-    return Work((launch,), (Workspace("counter", (1,), "int32", zeroed=True),))
+    counter = Workspace("counter", (1,), "int32", zeroed=True)
+    return Work((launch,), (counter,) if problem.has_range else ())
+
+
+def _flash_wgmma_bwd(problem: Problem) -> Work:
+    dim = _padded(max(problem.head_dim, problem.head_dim_v))
+    if dim > 128:
+        raise NotWrittenError(f"its backward's head_dim goes to 128, not {dim}")
+    if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
+        raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
+    if problem.scale <= 0:
+        raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
+    tile = FLASH_WGMMA_TILES[False, dim][0]
+    q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
+    constants = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
+        ("HEAD_DIM", dim), ("FEATURES", features(problem)),
+        ("DETERMINISTIC", int(problem.deterministic)), ("Q_STAGES", q_stages),
+        ("DOUT_STAGES", dout_stages), ("THREADS", tile.threads),
+    )  # fmt: skip
+    entry = Entry(
+        "attention_flash_wgmma_bwd", "attention_flash_wgmma_bwd", constants, FLASH_WGMMA_BWD
+    )
+    keys, queries = 2 * tile.block_n * dim, 2 * tile.block_m * dim  # bytes of a tile
+    shared_memory = (
+        2 * keys
+        + (q_stages + dout_stages) * queries
+        + 2 * (2 * tile.block_n * tile.block_m)
+        + 4 * tile.block_m * dim  # dq
+        + q_stages * 8 * tile.block_m  # lse and delta
+        + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2)
+        + 8
+    )
+    heads_total = problem.batch * problem.heads_kv
+    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
+    if tiles >= 2**31:
+        raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
+    # Few heads leave q, dout and dq_acc in the L2 cache; but blocks of one wait for each other.
+    at_a_time = min(heads_total, 16 if problem.deterministic else 8)
+    rows = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
+    stats = Entry("attention_row_stats", "attention_row_stats", rows, ATTENTION_ROW_STATS)
+    maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
+    return Work(
+        (
+            Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
+            Launch(
+                entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
+                1024 + shared_memory, (("heads_at_a_time", max(1, at_a_time)),),
+                tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
+                dependent=True,
+            ),
+            _round_dq(problem, tiles, tile.block_m, dim),
+        ),
+        (
+            Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
+            Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
+            *_turns(problem, tiles, zeroed=False),
+        ),
+    )  # fmt: skip
 
 
 def too_few_queries(problem: Problem) -> str | None:
@@ -310,6 +385,8 @@ def too_few_queries(problem: Problem) -> str | None:
     Its tiles are high and each takes a whole multiprocessor.
     """
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, 128)
+    if problem.op == "attention_backward":
+        return None
     if problem.seqlen_q > 64 and tiles >= MULTIPROCESSORS // 2:
         return None
     return f"its {tiles} tiles of 128 queries would leave most multiprocessors without work"
@@ -332,8 +409,8 @@ def _heads_at_a_time(problem: Problem, heads: int, rows: int) -> tuple[tuple[str
 
 
 def _map_sizes(problem: Problem, array: str) -> tuple[int, int, int]:
-    """Batch, heads and rows of q, k or v."""
-    if array == "q":
+    """Batch, heads and rows of q, k, v or dout."""
+    if array in ("q", "dout"):
         return problem.batch, problem.heads_q, problem.seqlen_q
     return problem.batch, problem.heads_kv, problem.seqlen_k
 
@@ -354,7 +431,7 @@ def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, A
     A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
     """
     batch, heads, rows = _map_sizes(problem, chosen.array)
-    cols = problem.head_dim_v if chosen.array == "v" else problem.head_dim
+    cols = problem.head_dim_v if chosen.array in ("v", "dout") else problem.head_dim
     batch_stride, head_stride, row_stride = _map_strides(problem, chosen.array)
     return {
         "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
@@ -448,7 +525,12 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
     merged = (("T", problem.dtype), ("HEAD_DIM_V", dims[1]), ("THREADS", threads))
     entry = Entry("attention_merge", "attention_merge", merged, ATTENTION_MERGE)
     return Work(
-        (forward, Launch(entry, math.prod(shape[1:]), threads, values=(("splits", splits),))),
+        (
+            forward,
+            Launch(
+                entry, math.prod(shape[1:]), threads, values=(("splits", splits),), dependent=True
+            ),
+        ),
         (
             Workspace("out_parts", (*shape, dims[1]), problem.acc_dtype),
             Workspace("lse_parts", shape, problem.acc_dtype),
@@ -506,8 +588,6 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     entry = Entry("attention_flash_mma_bwd", "attention_flash_mma_bwd", constants, FLASH_MMA_BWD)
     grid = heads_total * cdiv(problem.seqlen_k, tile.block_n)
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
-    rounded = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dims[0]))
-    rounding = Entry("attention_dq", "attention_dq", rounded, ATTENTION_DQ)
     delta, delta_space = _delta(problem)
     rows_each = problem.seqlen_q * _heads_each(problem)
     at_a_time = _heads_at_a_time(problem, problem.heads_kv, rows_each)
@@ -516,16 +596,30 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     return Work(
         (
             delta,
-            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time),
-            Launch(rounding, cdiv(queries * tile.block_m * dims[0] // 16, 256), 256),
+            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time, dependent=True),
+            _round_dq(problem, queries, tile.block_m, dims[0]),
             *_dbias(problem),
         ),
         (
             delta_space,
             Workspace("dq_acc", (queries, tile.block_m, dims[0]), problem.acc_dtype, zeroed=True),
-            Workspace("turns", (1 + queries,), "int32", zeroed=True),
+            *_turns(problem, queries),
         ),
     )
+
+
+def _turns(problem: Problem, counters: int, *, zeroed: bool = True) -> tuple[Workspace, ...]:
+    """A ticket and the counters by which blocks wait for their turn to add, if they are to."""
+    if not problem.deterministic:
+        return ()
+    return (Workspace("turns", (1 + counters,), "int32", zeroed),)
+
+
+def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Launch:
+    """From dq_acc to dq."""
+    constants = (("T", problem.dtype), ("BLOCK_M", block_m), ("HEAD_DIM", head_dim))
+    entry = Entry("attention_dq", "attention_dq", constants, ATTENTION_DQ)
+    return Launch(entry, cdiv(tiles * block_m * head_dim // 16, 256), 256, dependent=True)
 
 
 def _vector_length(problem: Problem) -> int:
@@ -589,6 +683,8 @@ FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(128, 128, 384, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
     (True, 256): (Tile(128, 80, 384, RANGE), Tile(128, 64, 384, RANGE)),
+    (False, 64): (Tile(128, 128, 384, RANGE),),
+    (False, 128): (Tile(64, 128, 384, RANGE),),
 }
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 L2_CACHE = 2**25  # bytes that K and V may take of it, on a large GPU

@@ -35,6 +35,7 @@ class _Bound:
     launch: Launch
     packet: bytes
     words: type[ctypes.Array[ctypes.c_uint64]]
+    dependent: bool
     slots: tuple[tuple[int, str], ...]  # word of the packet, name of the array whose address it is
     maps: tuple[tuple[int, TensorMap], ...]  # first word of a tensor map, and what it is of
 
@@ -122,8 +123,9 @@ class Plan:
                 ctypes.memmove(ctypes.addressof(words) + 8 * index, encoded, len(encoded))
             launch = bound.launch
             compiler.launch(
-                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, words
-            )
+                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, words,
+                bound.dependent,
+            )  # fmt: skip
 
     def _tensor_map(self, chosen: TensorMap, address: int) -> bytes:
         """A map of an array of this kind of problem; all that differs is where it begins."""
@@ -169,7 +171,9 @@ def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) ->
         if kind.endswith("*")
     )
     maps = tuple((first + signature.slots[f"{x.parameter}.0"], x) for x in launch.maps)
-    return _Bound(kernel, launch, packet, ctypes.c_uint64 * (len(packet) // 8), slots, maps)
+    dependent = launch.dependent and int(compiler.device_arch(device).removeprefix("sm_")) >= 90
+    words = ctypes.c_uint64 * (len(packet) // 8)
+    return _Bound(kernel, launch, packet, words, dependent, slots, maps)
 
 
 # A graph that replays a captured call writes into the workspaces of that call again, long after the

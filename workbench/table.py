@@ -44,8 +44,6 @@ class Kernel:
     work : callable
         Its launcher: ``(problem, arch) -> Work``.
     languages, dtypes : tuple of str
-    backward : bool
-        Whether a kernel of attention computes that too.
     max_head_dim : int or None
         Of q and k as of v; None is any.
     needs_contiguous : bool
@@ -61,7 +59,6 @@ class Kernel:
     work: Callable[[Any, str], Work]
     languages: tuple[str, ...] = ("cuda", "numba")
     dtypes: tuple[str, ...] = ALL_DTYPES
-    backward: bool = True
     max_head_dim: int | None = None
     needs_contiguous: bool = False
     slower: Callable[[Any], str | None] | None = None
@@ -71,8 +68,6 @@ class Kernel:
         if problem.op.removesuffix("_backward") != self.op:
             return [f"it computes {SPELLED_OUT[self.op]}"]
         reasons = []
-        if problem.op != self.op and not self.backward:
-            reasons.append("it computes the forward only")
         if problem.dtype not in self.dtypes:
             reasons.append(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}")
         if self.op == "vector_add":
@@ -107,10 +102,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "attention_flash_wgmma",
         "attention",
-        "Hopper's forward: copies and products in the background",
+        "Hopper's own: copies and products in the background",
         launchers.attention_flash_wgmma,
         dtypes=("float16", "bfloat16"),
-        backward=False,
         max_head_dim=256,
         slower=launchers.too_few_queries,
     ),
@@ -248,7 +242,8 @@ def _attention_problems() -> Iterator[Problem]:
     few: dict[str, Any] = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
     yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
     yield from problems("bfloat16", 128, **few | {"batch": 4})
-    yield from problems("bfloat16", 128, deterministic=True, **_RANGE)
+    for head_dim in (64, 128):
+        yield from problems("bfloat16", head_dim, deterministic=True, **_RANGE)
 
 
 def _vector_problems() -> Iterator[VectorProblem]:

@@ -1,0 +1,348 @@
+// attention_flash_wgmma_bwd: Hopper's backward, copies, products and sums in the background.
+//
+//   p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
+//
+// As attention_flash_mma_bwd, a block keeps a tile of keys and walks over the queries that see
+// them. The products are wgmmas of transposed scores, keys down and queries across: p^T and ds^T
+// then lie in registers as the next products want them, and only ds goes through shared memory, for
+// dq. A producer's copies keep rings of q and dout filled. The next scores are started before this
+// step's dq and dk are there; where a step ends nothing is under way, or the compiler would wait
+// after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by the
+// copy engine: the consumers put it into shared memory and go on, and another thread, the adder,
+// sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile says
+// whose turn it is to add: the order of the keys. Blocks then take their key tiles from a counter
+// as well: whoever waits for a turn waits for a block that has started.
+//
+// Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
+//                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
+//                dq each has 64 rows, or with BLOCK_M = 64 half of the columns
+// Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
+//                and dq of one query tile
+// Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
+// Twin:          numba_kernels/attention_flash_wgmma_bwd.py
+// Launched by:   workbench/launchers.py, attention_flash_wgmma
+#include "scores.cuh"
+#include "warpgroups.cuh"
+
+template <typename T,
+          int BLOCK_M,
+          int BLOCK_N,
+          int HEAD_DIM,
+          int FEATURES,
+          int DETERMINISTIC,
+          int Q_STAGES,
+          int DOUT_STAGES,
+          int THREADS>
+__global__ void __launch_bounds__(THREADS, 1)
+    attention_flash_wgmma_bwd(const __grid_constant__ TensorMap q_map,     // boxes of BLOCK_M rows
+                              const __grid_constant__ TensorMap k_map,     // of BLOCK_N rows
+                              const __grid_constant__ TensorMap v_map,     // the same
+                              const __grid_constant__ TensorMap dout_map,  // as q_map
+                              const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
+                              acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
+                              int* turns,        // 1 + (batch, heads_q, query tiles), zeroed
+                              T* dk,             // (batch, heads_kv, seqlen_k, head_dim)
+                              T* dv,             // (batch, heads_kv, seqlen_k, head_dim_v)
+                              Strides dk_strides,
+                              Strides dv_strides,
+                              int64 batch,
+                              int64 heads_q,
+                              int64 heads_kv,
+                              int64 seqlen_q,
+                              int64 seqlen_k,
+                              int64 head_dim,
+                              int64 head_dim_v,
+                              ScoreParams<acc_t<T>> score,
+                              int64 heads_at_a_time) {
+  constexpr int WARPS = THREADS / 32 - 4;  // of consumers
+  constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
+  constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
+  constexpr int DQ = BLOCK_M * HEAD_DIM;  // elements, 1024 of them a warp's
+
+  extern __shared__ uint4 shared[];
+  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
+  uint32 v_smem = k_smem + KEY_BYTES;
+  uint32 q_smem = v_smem + KEY_BYTES;
+  uint32 dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
+  uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
+  uint32 dq_smem = ds_smem + 2 * DS_BYTES;
+  uint32 stats_smem = dq_smem + DQ * 4;
+  uint32 k_full = stats_smem + Q_STAGES * STATS_BYTES, v_full = k_full + 8;
+  uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
+  uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
+  uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8;
+  char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
+  int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
+  if (threadIdx.x == 0) {
+    mbarrier_init(k_full, 1);
+    mbarrier_init(v_full, 1);
+    mbarrier_init(dq_full, WARPS);
+    mbarrier_init(dq_empty, 1);
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      mbarrier_init(q_full + 8 * stage, 2);  // for q and for the statistics
+      mbarrier_init(q_empty + 8 * stage, WARPS);
+    }
+    for (int stage = 0; stage < DOUT_STAGES; ++stage) {
+      mbarrier_init(dout_full + 8 * stage, 1);
+      mbarrier_init(dout_empty + 8 * stage, WARPS);
+    }
+    fence_mbarrier_init();
+    griddepcontrol_wait();  // for statistics, and zeros in sums and counters
+    if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
+  }
+  __syncthreads();
+  griddepcontrol_launch_dependents();
+
+  // 1. Which key rows are ours
+  uint32 ticket = DETERMINISTIC ? *ticket_smem : blockIdx.x;
+  uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
+  HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
+  int heads_each = uint32(heads_q) / uint32(heads_kv);
+  int batch_index = at.head / uint32(heads_kv);
+  int head_kv = at.head % uint32(heads_kv);
+  int k_tile = at.tile;
+  int k_start = k_tile * BLOCK_N;
+
+  KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
+  int q_first = first_query<FEATURES>(band, k_start);
+  int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
+  int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
+  int tile_first = q_first / BLOCK_M;
+  int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
+  int steps = heads_each * (tile_end - tile_first);
+  // First to last, or where the later ones are done first, last to first; then the next head.
+  int head_tiles = (batch_index * int(heads_q) + head_kv * heads_each) * tiles_q;
+  int q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+  auto next_query_tile = [&]() {
+    if (DETERMINISTIC ? --q_tile < tile_first : ++q_tile == tile_end) {
+      q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+      head_tiles += tiles_q;
+    }
+  };
+
+  // A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
+  if (threadIdx.x < 128) {
+    setmaxnreg_dec<24>();
+    if (threadIdx.x == 32) {
+      // 4f (adder). dq += ds k
+      for (int step = 0; step < steps; ++step) {
+        mbarrier_wait(dq_full, step & 1);
+        int query_tile = head_tiles + q_tile, turn = 0;
+        if (DETERMINISTIC) {
+          turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
+          while (ld_acquire(turns + 1 + query_tile) != turn) {
+          }
+          fence_proxy_async_global();
+        }
+        cp_reduce_async_bulk_add(dq_acc + int64(query_tile) * DQ, dq_smem, DQ * 4);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+        mbarrier_arrive(dq_empty);
+        if (DETERMINISTIC) {
+          cp_async_bulk_wait_group<0>();
+          fence_proxy_async_global();
+          st_release(turns + 1 + query_tile, turn + 1);
+        }
+        next_query_tile();
+      }
+    }
+    if (threadIdx.x != 0 || steps == 0) return;
+
+    // 2 (producer). Load the K and V tiles
+    load_tile<BLOCK_N, HEAD_DIM>(k_smem, k_map, k_full, k_start, head_kv, batch_index);
+
+    // 4 (producer). Walk over the query tiles
+    for (int step = 0; step < steps; ++step) {
+      // 4a (producer). Load q, dout, lse and delta
+      // To wait for an empty slot is to wait for the phase before: a fresh barrier has had it.
+      uint32 slot = uint32(step) % Q_STAGES, full = q_full + 8 * slot;
+      int head = head_tiles / tiles_q - batch_index * int(heads_q), q_start = q_tile * BLOCK_M;
+      mbarrier_wait(q_empty + 8 * slot, ~(uint32(step) / Q_STAGES) & 1);
+      load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * QUERY_BYTES, q_map, full, q_start, head,
+                                   batch_index);
+      mbarrier_arrive_expect_tx(full, STATS_BYTES);
+      cp_async_bulk(stats_smem + slot * STATS_BYTES,
+                    stats + int64(head_tiles + q_tile) * (BLOCK_M * 2), STATS_BYTES, full);
+      if (step == 0) {  // the scores come first
+        load_tile<BLOCK_N, HEAD_DIM>(v_smem, v_map, v_full, k_start, head_kv, batch_index);
+      }
+      slot = uint32(step) % DOUT_STAGES;
+      mbarrier_wait(dout_empty + 8 * slot, ~(uint32(step) / DOUT_STAGES) & 1);
+      load_tile<BLOCK_M, HEAD_DIM>(dout_smem + slot * QUERY_BYTES, dout_map, dout_full + 8 * slot,
+                                   q_start, head, batch_index);
+      next_query_tile();
+    }
+    return;
+  }
+
+  setmaxnreg_inc<240>();
+  int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same for the whole warp
+  int lane_id = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  int warp_key = group * 64 + warp * 16;
+  int first_key_row = k_start + warp_key + lane_id / 4, first_col = lane_id % 4 * 2;
+  float to_log2 = float(score.scale) * LOG2E;
+  uint32 k_rows = k_smem + group * (64 * 128), v_rows = v_smem + group * (64 * 128);
+  // Our part of dq: queries from 64 * group, or where there are 64, the columns from there.
+  uint32 ds_part = ds_smem + (BLOCK_M == 128 ? group * (BLOCK_N * 128) : 0);
+  uint32 k_part = k_smem + (BLOCK_M == 128 ? 0 : group * (BLOCK_N * 128));
+  int part = BLOCK_M == 128 ? group * 4 + warp : warp * 2 + group;
+  uint32 dq_warp = dq_smem + part * 4096;
+
+  // 3 (consumers). Start dk and dv
+  float dk_acc[1][HEAD_DIM / 2] = {}, dv_acc[1][HEAD_DIM / 2] = {};
+
+  // 4 (consumers). Walk over the query tiles
+  float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq_part[32];  // keys down, queries across
+  uint32 p[BLOCK_M / 4], ds[BLOCK_M / 4];
+  uint32 step = 0;  // that is being ended; the next one is being begun
+  auto free_slot = [&](uint32 empty) {
+    if (lane_id == 0) mbarrier_arrive(empty);
+  };
+  auto start_scores = [&](uint32 step) {
+    uint32 slot = step % Q_STAGES;
+    mbarrier_wait(q_full + 8 * slot, step / Q_STAGES & 1);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, k_rows, q_smem + slot * QUERY_BYTES);
+  };
+  auto start_dp = [&](uint32 step) {
+    uint32 slot = step % DOUT_STAGES;
+    mbarrier_wait(dout_full + 8 * slot, step / DOUT_STAGES & 1);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_smem + slot * QUERY_BYTES);
+  };
+  // Both lse and both delta of a thread's queries in the n-th eight of them.
+  auto row_stats = [&](uint32 step, int n) {
+    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + (first_col + 8 * n) * 8;
+    return *reinterpret_cast<const float4*>(smem + at);
+  };
+  // 4b (consumers). p = exp(s - lse)
+  auto hide_scores = [&]() {
+    register_fence(s);
+    int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
+    if (tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_first, k_first + 64)) return;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; ++i) {
+      int row = q_start + first_col + i / 4 * 8 + i % 2, col = first_key_row + i % 4 / 2 * 8;
+      if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
+    }
+  };
+  auto probabilities = [&](uint32 step, int n_begin, int n_end) __attribute__((always_inline)) {
+#pragma unroll
+    for (int n = n_begin; n < n_end; ++n) {
+      float4 row = row_stats(step, n);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = s + 4 * n + 2 * half;
+        p[2 * n + half] = cvt_rn_x2<T>(ex2_approx(pair[0] * to_log2 - row.x),
+                                       ex2_approx(pair[1] * to_log2 - row.y));
+      }
+    }
+  };
+  // What a step begins with, and the last one has alone: p and ds of its queries are there.
+  auto start_gradients = [&]() {
+    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
+    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
+    fence_proxy_async();
+    // 4c (consumers). dv += p^T dout
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
+    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
+    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
+    wgmma_wait_group<1>();
+    register_fence(dv_acc[0]);
+    register_fence(p);
+    free_slot(dout_empty + 8 * slot);
+  };
+  // 4d (consumers). ds = p * (dout v^T - delta)
+  // p is that in 16 bits, as for dv: there is no room for both.
+  auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
+    register_fence(dp);
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+      float4 row = row_stats(step, n);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* pair = dp + 4 * n + 2 * half;
+        pair[0] = cvt_first<T>(p[2 * n + half]) * (pair[0] - row.z);
+        pair[1] = cvt_second<T>(p[2 * n + half]) * (pair[1] - row.w);
+      }
+    }
+  };
+  // 4e (consumers). dk += ds^T q
+  auto start_dk = [&]() {
+    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
+  };
+  auto dk_is_there = [&]() {
+    wgmma_wait_group<0>();
+    register_fence(dk_acc[0]);
+    register_fence(ds);
+    free_slot(q_empty + 8 * (step % Q_STAGES));
+  };
+  // 4f (consumers). dq += ds k: it is there
+  auto add_dq = [&]() {
+    register_fence(dq_part);
+    mbarrier_wait(dq_empty, ~step & 1);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float* to = reinterpret_cast<float*>(smem + dq_warp + n * 512) + lane_id * 4;
+      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(dq_part + 4 * n);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_id == 0) mbarrier_arrive(dq_full);
+  };
+  if (steps > 0) {
+    mbarrier_wait(k_full, 0);
+    start_scores(0);
+    mbarrier_wait(v_full, 0);
+    start_dp(0);
+    wgmma_wait_group<1>();
+    hide_scores();
+    probabilities(0, 0, BLOCK_M / 8);
+    wgmma_wait_group<0>();
+    score_gradients(0);
+    round_fragments<T>(ds, dp);
+  }
+  for (; step + 1 < uint32(steps); ++step) {
+    next_query_tile();
+    start_gradients();
+    start_scores(step + 1);
+    if constexpr (BLOCK_M == 64) {
+      wgmma_wait_group<1>();
+      add_dq();
+      start_dp(step + 1);
+      start_dk();
+      wgmma_wait_group<2>();
+      hide_scores();
+      probabilities(step + 1, 0, BLOCK_M / 8);
+      wgmma_wait_group<1>();
+      score_gradients(step + 1);
+      dk_is_there();
+    } else {  // dp has to wait for the registers that half of the scores and ds leave
+      start_dk();
+      wgmma_wait_group<2>();
+      add_dq();
+      wgmma_wait_group<1>();
+      hide_scores();
+      probabilities(step + 1, 0, BLOCK_M / 16);
+      dk_is_there();
+      start_dp(step + 1);
+      probabilities(step + 1, BLOCK_M / 16, BLOCK_M / 8);
+      wgmma_wait_group<0>();
+      score_gradients(step + 1);
+    }
+    round_fragments<T>(ds, dp);
+  }
+  if (steps > 0) {
+    start_gradients();
+    start_dk();
+    wgmma_wait_group<1>();
+    add_dq();
+    dk_is_there();
+  }
+
+  // 5 (consumers). Scale and store
+  int keys = int(seqlen_k) - (k_start + warp_key);
+  float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
+  store_rows(dk + offset_of(dk_strides, batch_index, head_kv, k_start + warp_key), dk_strides.row,
+             dk_acc[0], scale, keys, int(head_dim));
+  store_rows(dv + offset_of(dv_strides, batch_index, head_kv, k_start + warp_key), dv_strides.row,
+             dv_acc[0], one, keys, int(head_dim_v));
+}

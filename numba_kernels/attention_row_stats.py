@@ -1,0 +1,112 @@
+"""attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and
+zeros for it to add to and to count on.
+
+  delta[row] = rowsum(dout * out) - dlse[row]
+  stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0,  turns = 0
+
+So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
+padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
+
+Work split:    HEAD_DIM / 8 threads take a row, 16 bytes each, and add up by shuffles
+Shared memory: none
+Registers:     a handful
+Twin:          cuda_src/attention_row_stats.cu
+Launched by:   workbench/launchers.py, attention_flash_wgmma, first of its backward
+"""
+
+from numba import cuda
+from numba.cuda import types
+
+from .common import (
+    INF,
+    LOG2E,
+    acc_t,
+    advance,
+    cdiv,
+    div,
+    is_null,
+    load16,
+    offset_of,
+    rem,
+    store16,
+    to_acc,
+    warp_sum,
+)
+from .ptx_sm80 import griddepcontrol_launch_dependents
+
+
+def attention_row_stats(T, BLOCK_M, HEAD_DIM):
+    LANES = HEAD_DIM // 8
+    Acc, float32, int32, int64 = acc_t(T), types.float32, types.int32, types.int64
+
+    @cuda.jit
+    def kernel(
+        dout,  # (batch, heads_q, seqlen_q, head_dim_v)
+        out,  # (batch, heads_q, seqlen_q, head_dim_v)
+        lse,  # (batch, heads_q, seqlen_q), contiguous
+        dlse,  # the same, or null
+        stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
+        dq_acc,  # (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
+        turns,  # 1 + (batch, heads_q, tiles), or null
+        dout_strides,
+        out_strides,
+        batch,
+        heads_q,
+        seqlen_q,
+        head_dim_v,
+    ):
+        griddepcontrol_launch_dependents()
+        index = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
+        rows = cdiv(seqlen_q, BLOCK_M) * BLOCK_M
+        row = rem(div(index, LANES), rows)
+        head = div(div(index, LANES), rows)  # of all batches
+        if head >= batch * heads_q:  # the whole warp
+            return
+        col = int32(rem(index, LANES) * 8)
+
+        # 1. delta = rowsum(dout * out)
+        total = float32(0)
+        if row < seqlen_q:
+            batch_index, its_head = div(head, heads_q), rem(head, heads_q)
+            dout = advance(dout, offset_of(dout_strides, batch_index, its_head, row) + col)
+            out = advance(out, offset_of(out_strides, batch_index, its_head, row) + col)
+            if col + 8 <= head_dim_v:
+                x = cuda.local.array(8, Acc)
+                y = cuda.local.array(8, Acc)
+                load16(x, 0, dout, 0)
+                load16(y, 0, out, 0)
+                for i in range(8):
+                    total += x[i] * y[i]
+            else:
+                i = int32(0)
+                while col + i < head_dim_v:
+                    total += to_acc(dout[i]) * to_acc(out[i])
+                    i = int32(i + 1)
+        total = warp_sum(total, LANES)
+
+        # 2. Zero dq_acc, which has as many elements a row as its threads here have 8
+        zeros = cuda.local.array(4, Acc)
+        for i in range(4):
+            zeros[i] = 0
+        store16(dq_acc, index * 4, zeros, 0)
+        threads = batch * heads_q * rows * LANES
+        store16(dq_acc, (threads + index) * 4, zeros, 0)
+
+        # 3. Store
+        if col != 0:
+            return
+        if not is_null(turns) and index == 0:
+            turns[0] = 0
+        if not is_null(turns) and rem(row, BLOCK_M) == 0:
+            turns[1 + div(div(index, LANES), BLOCK_M)] = 0
+        row_lse = float32(INF)
+        if row < seqlen_q:
+            at = head * seqlen_q + row
+            row_lse = float32(INF) if lse[at] == -INF else lse[at] * float32(LOG2E)
+            if not is_null(dlse):
+                total -= dlse[at]
+        stats = advance(stats, (head * rows + (row >> 1) * 2) * 2 + (row & 1))
+        stats[0] = row_lse
+        stats[2] = total
+
+    return kernel
