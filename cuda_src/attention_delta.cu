@@ -22,18 +22,19 @@ __global__ void attention_delta(const T* dout,         // (batch, heads_q, seqle
                                 int64 head_dim_v) {
   using Acc = acc_t<T>;
   griddepcontrol_launch_dependents();
-  int64 warp = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  // A block is of one head: divisions of 64 bits would take as long as all the rest.
+  uint32 warps = blockDim.x / 32, blocks = cdiv(uint32(seqlen_q), warps);
+  uint32 head = blockIdx.x / blocks;  // of all batches
+  uint32 row = blockIdx.x % blocks * warps + threadIdx.x / 32;
   int lane_id = threadIdx.x % 32;
-  if (warp >= batch * heads_q * seqlen_q) return;  // the whole warp
-  int64 row = warp % seqlen_q;
-  int64 head = warp / seqlen_q % heads_q;
-  int64 batch_index = warp / seqlen_q / heads_q;
-  dout += offset_of(dout_strides, batch_index, head, row);
-  out += offset_of(out_strides, batch_index, head, row);
+  if (row >= seqlen_q) return;  // the whole warp
+  dout += offset_of(dout_strides, head / uint32(heads_q), head % uint32(heads_q), row);
+  out += offset_of(out_strides, head / uint32(heads_q), head % uint32(heads_q), row);
 
   // 1. delta = rowsum(dout * out)
   Acc sum = 0;
   for (int64 d = lane_id; d < head_dim_v; d += 32) sum += to_acc(dout[d]) * to_acc(out[d]);
   sum = warp_sum(sum);
-  if (lane_id == 0) delta[warp] = dlse ? sum - dlse[warp] : sum;
+  int64 at = head * seqlen_q + row;
+  if (lane_id == 0) delta[at] = dlse ? sum - dlse[at] : sum;
 }

@@ -21,21 +21,21 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
                              int64 seqlen_q,
                              int64 head_dim,
                              double scale) {
-  constexpr int ACROSS = HEAD_DIM / 8;  // accumulators beside each other
-  int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-  int64 accumulator = index / 8;
-  int64 down = cdiv(seqlen_q, int64(BLOCK_M)) * (BLOCK_M / 16);  // accumulators below each other
-  int row = int(accumulator / ACROSS % down) * 16 + int(index % 8);
-  int col = int(accumulator % ACROSS) * 8;
-  int64 head = accumulator / ACROSS / down;  // of all batches
+  constexpr int ACROSS = HEAD_DIM / 8;                   // accumulators beside each other
+  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 64 bytes: 2^32 fit nowhere
+  uint32 accumulator = index / 8;
+  uint32 down = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * (BLOCK_M / 16);  // below each other
+  int row = accumulator / ACROSS % down * 16 + index % 8;
+  int col = accumulator % ACROSS * 8;
+  uint32 head = accumulator / ACROSS / down;  // of all batches
   if (head >= batch * heads_q || col >= head_dim) return;
-  dq += offset_of(dq_strides, head / heads_q, head % heads_q, row) + col;
+  dq += offset_of(dq_strides, head / uint32(heads_q), head % uint32(heads_q), row) + col;
 
   // 1. dq = scale * dq_acc
   griddepcontrol_wait();  // for the sum
   acc_t<T> x[16];
 #pragma unroll
-  for (int lane = 0; lane < 4; ++lane) load16(x + 4 * lane, dq_acc + index * 16 + 4 * lane);
+  for (int lane = 0; lane < 4; ++lane) load16(x + 4 * lane, dq_acc + int64(index) * 16 + 4 * lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     acc_t<T> y[8];

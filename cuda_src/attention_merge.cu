@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(THREADS)
   __syncthreads();
 
   // 2. Merge the groups
-  int64 head = row / seqlen_q;  // of all batches
-  out += offset_of(out_strides, head / heads_q, head % heads_q, row % seqlen_q);
+  uint32 head = uint32(row) / uint32(seqlen_q);  // of all batches
+  out += offset_of(out_strides, head / uint32(heads_q), head % uint32(heads_q),
+                   uint32(row) % uint32(seqlen_q));
   Acc most = -INF, sum = 0;
   for (int g = 0; g < GROUPS; ++g) most = max(most, row_max[g]);
   Acc subtrahend = finite_or_zero(most);

@@ -2,7 +2,8 @@
 // zeros for it to add to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
-//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0,  turns = 0
+//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
+//   dq_acc = 0,  turns = 0
 //
 // So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
 // padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
@@ -30,18 +31,19 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     int64 head_dim_v) {
   constexpr int LANES = HEAD_DIM / 8;
   griddepcontrol_launch_dependents();
-  int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-  int64 rows = cdiv(seqlen_q, int64(BLOCK_M)) * BLOCK_M;
-  int64 row = index / LANES % rows;
-  int64 head = index / LANES / rows;    // of all batches
+  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 32 bytes: 2^32 fit nowhere
+  uint32 rows = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * BLOCK_M;
+  uint32 row = index / LANES % rows;
+  uint32 head = index / LANES / rows;   // of all batches
   if (head >= batch * heads_q) return;  // the whole warp
   int col = int(index % LANES) * 8;
 
   // 1. delta = rowsum(dout * out)
   float sum = 0;
   if (row < seqlen_q) {
-    dout += offset_of(dout_strides, head / heads_q, head % heads_q, row) + col;
-    out += offset_of(out_strides, head / heads_q, head % heads_q, row) + col;
+    uint32 batch_index = head / uint32(heads_q), its_head = head % uint32(heads_q);
+    dout += offset_of(dout_strides, batch_index, its_head, row) + col;
+    out += offset_of(out_strides, batch_index, its_head, row) + col;
     if (col + 8 <= head_dim_v) {
       float x[8], y[8];
       load16(x, dout);
@@ -55,7 +57,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   sum = warp_sum<LANES>(sum);
 
   // 2. Zero dq_acc, which has as many elements a row as its threads here have 8
-  *reinterpret_cast<float4*>(dq_acc + index * 4) = make_float4(0, 0, 0, 0);
+  *reinterpret_cast<float4*>(dq_acc + int64(index) * 4) = make_float4(0, 0, 0, 0);
   int64 threads = batch * heads_q * rows * LANES;
   *reinterpret_cast<float4*>(dq_acc + (threads + index) * 4) = make_float4(0, 0, 0, 0);
 
@@ -69,7 +71,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
     row_lse = lse[at] == -INF ? INF : lse[at] * LOG2E;
     if (dlse) sum -= dlse[at];
   }
-  stats += (head * rows + row / 2 * 2) * 2 + row % 2;
+  stats += (int64(head) * rows + row / 2 * 2) * 2 + row % 2;
   stats[0] = row_lse;
   stats[2] = sum;
 }

@@ -54,9 +54,9 @@ __device__ __forceinline__ void st_release(int* pointer, int value) {
 __device__ __forceinline__ int atom_inc(int* pointer) { return atomicAdd(pointer, 1); }
 
 // A launch may be allowed to start before the one in front of it has ended. From
-// griddepcontrol_launch_dependents on, once every block of the first has come there, the second may;
-// griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before sm_90
-// no launch is so.
+// griddepcontrol_launch_dependents on, once every block of the first has come there, the second
+// may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before
+// sm_90 no launch is so.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

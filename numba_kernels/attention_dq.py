@@ -21,7 +21,7 @@ from .ptx_sm80 import griddepcontrol_wait
 
 def attention_dq(T, BLOCK_M, HEAD_DIM):
     Acc = acc_t(T)
-    int64 = types.int64
+    int64, uint32 = types.int64, types.uint32
     ACROSS = HEAD_DIM // 8  # accumulators beside each other
 
     @cuda.jit
@@ -37,21 +37,24 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
     ):
         x = cuda.local.array(16, Acc)
         y = cuda.local.array(8, Acc)
-        index = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
-        accumulator = div(index, 8)
-        down = cdiv(seqlen_q, BLOCK_M) * (BLOCK_M // 16)  # accumulators below each other
-        row = rem(div(accumulator, ACROSS), down) * 16 + rem(index, 8)
-        col = rem(accumulator, ACROSS) * 8
-        head = div(div(accumulator, ACROSS), down)  # of all batches
+        # Each index is of 64 bytes: 2^32 fit nowhere.
+        index = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+        accumulator = uint32(index >> 3)
+        down = uint32(cdiv(uint32(seqlen_q), BLOCK_M) * (BLOCK_M // 16))  # below each other
+        line = uint32(div(accumulator, ACROSS))
+        row = uint32(rem(line, down) * 16 + (index & 7))
+        col = uint32(rem(accumulator, ACROSS) * 8)
+        head = uint32(div(line, down))  # of all batches
         if head >= batch * heads_q or col >= head_dim:
             return
-        dq_row = offset_of(dq_strides, div(head, heads_q), rem(head, heads_q), row)
-        dq = advance(dq, dq_row + col)
+        batch_index = uint32(div(head, uint32(heads_q)))
+        its_head = uint32(rem(head, uint32(heads_q)))
+        dq = advance(dq, offset_of(dq_strides, batch_index, its_head, row) + col)
 
         # 1. dq = scale * dq_acc
         griddepcontrol_wait()  # for the sum
         for lane in range(4):
-            load16(x, 4 * lane, dq_acc, index * 16 + 4 * lane)
+            load16(x, 4 * lane, dq_acc, int64(index) * 16 + 4 * lane)
         for half in range(2):
             for i in range(8):
                 y[i] = x[(i >> 1) * 4 + 2 * half + (i & 1)] * Acc(scale)

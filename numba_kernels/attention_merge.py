@@ -89,9 +89,11 @@ def attention_merge(T, HEAD_DIM_V, THREADS):
         cuda.syncthreads()
 
         # 2. Merge the groups
-        head = div(row, seqlen_q)  # of all batches
-        out_row = offset_of(out_strides, div(head, heads_q), rem(head, heads_q), rem(row, seqlen_q))
-        out = advance(out, out_row)
+        head = uint32(div(uint32(row), uint32(seqlen_q)))  # of all batches
+        batch_index = uint32(div(head, uint32(heads_q)))
+        its_head = uint32(rem(head, uint32(heads_q)))
+        its_row = uint32(rem(uint32(row), uint32(seqlen_q)))
+        out = advance(out, offset_of(out_strides, batch_index, its_head, its_row))
         most, total = Acc(-INF), Acc(0)
         for g in range(GROUPS):
             most = max(most, row_max[g])

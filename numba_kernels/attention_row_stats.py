@@ -2,7 +2,8 @@
 zeros for it to add to and to count on.
 
   delta[row] = rowsum(dout * out) - dlse[row]
-  stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1];  dq_acc = 0,  turns = 0
+  stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
+  dq_acc = 0,  turns = 0
 
 So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
 padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
@@ -37,7 +38,9 @@ from .ptx_sm80 import griddepcontrol_launch_dependents
 
 def attention_row_stats(T, BLOCK_M, HEAD_DIM):
     LANES = HEAD_DIM // 8
-    Acc, float32, int32, int64 = acc_t(T), types.float32, types.int32, types.int64
+    Acc, float32, int32, int64, uint32 = (
+        acc_t(T), types.float32, types.int32, types.int64, types.uint32,
+    )  # fmt: skip
 
     @cuda.jit
     def kernel(
@@ -56,10 +59,11 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
         head_dim_v,
     ):
         griddepcontrol_launch_dependents()
-        index = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
-        rows = cdiv(seqlen_q, BLOCK_M) * BLOCK_M
-        row = rem(div(index, LANES), rows)
-        head = div(div(index, LANES), rows)  # of all batches
+        # Each index is of 32 bytes: 2^32 fit nowhere.
+        index = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+        rows = uint32(cdiv(uint32(seqlen_q), BLOCK_M) * BLOCK_M)
+        row = uint32(rem(uint32(div(index, LANES)), rows))
+        head = uint32(div(uint32(div(index, LANES)), rows))  # of all batches
         if head >= batch * heads_q:  # the whole warp
             return
         col = int32(rem(index, LANES) * 8)
@@ -67,7 +71,8 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
         # 1. delta = rowsum(dout * out)
         total = float32(0)
         if row < seqlen_q:
-            batch_index, its_head = div(head, heads_q), rem(head, heads_q)
+            batch_index = uint32(div(head, uint32(heads_q)))
+            its_head = uint32(rem(head, uint32(heads_q)))
             dout = advance(dout, offset_of(dout_strides, batch_index, its_head, row) + col)
             out = advance(out, offset_of(out_strides, batch_index, its_head, row) + col)
             if col + 8 <= head_dim_v:
@@ -88,7 +93,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
         zeros = cuda.local.array(4, Acc)
         for i in range(4):
             zeros[i] = 0
-        store16(dq_acc, index * 4, zeros, 0)
+        store16(dq_acc, int64(index) * 4, zeros, 0)
         threads = batch * heads_q * rows * LANES
         store16(dq_acc, (threads + index) * 4, zeros, 0)
 
@@ -101,11 +106,11 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
             turns[1 + div(div(index, LANES), BLOCK_M)] = 0
         row_lse = float32(INF)
         if row < seqlen_q:
-            at = head * seqlen_q + row
+            at = int64(head) * seqlen_q + row
             row_lse = float32(INF) if lse[at] == -INF else lse[at] * float32(LOG2E)
             if not is_null(dlse):
                 total -= dlse[at]
-        stats = advance(stats, (head * rows + (row >> 1) * 2) * 2 + (row & 1))
+        stats = advance(stats, (int64(head) * rows + (row >> 1) * 2) * 2 + (row & 1))
         stats[0] = row_lse
         stats[2] = total
 

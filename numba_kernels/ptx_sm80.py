@@ -253,9 +253,9 @@ def rcp_approx(_typing, _x):
 
 
 # A launch may be allowed to start before the one in front of it has ended. From
-# griddepcontrol_launch_dependents on, once every block of the first has come there, the second may;
-# griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before sm_90
-# no launch is so.
+# griddepcontrol_launch_dependents on, once every block of the first has come there, the second
+# may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before
+# sm_90 no launch is so.
 @intrinsic
 def griddepcontrol_launch_dependents(_typing):
     def codegen(context, builder, _signature, _args):

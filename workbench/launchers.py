@@ -170,10 +170,10 @@ def features(problem: Problem) -> int:
 
 def _delta(problem: Problem) -> tuple[Launch, Workspace]:
     """delta = rowsum(dout * out) - dlse, which every backward begins with: a warp takes a row."""
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    blocks = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, 8)
     entry = Entry("attention_delta", "attention_delta", (("T", problem.dtype),), ATTENTION_DELTA)
     shape = (problem.batch, problem.heads_q, problem.seqlen_q)
-    return Launch(entry, cdiv(rows, 8), 256), Workspace("delta", shape, problem.acc_dtype)
+    return Launch(entry, blocks, 256), Workspace("delta", shape, problem.acc_dtype)
 
 
 def _scores(problem: Problem, *names: str) -> tuple[Workspace, ...]:
