@@ -982,6 +982,19 @@ def test_all_of_a_warpgroup_change_their_registers() -> None:
             words(whole.replace("40", str(count)), 256)
 
 
+def test_a_block_asks_for_no_more_registers_than_it_has() -> None:
+    """Three warpgroups of a multiprocessor's 65536 have 168 each: 504 together."""
+    body = """
+        setp.ge.u32 %p3, %r0, 128; @%p3 bra MORE; setmaxnreg.dec.sync.aligned.u32 GIVEN; bra END;
+    MORE: setmaxnreg.inc.sync.aligned.u32 240;
+    END: bar.sync 0;
+    """
+    words(body.replace("GIVEN", "24"), 384)
+    error = fault_of(body.replace("GIVEN", "32"), 384)
+    assert error.kind == faults.DEADLOCK
+    assert "65536 registers in all, and has 64512 at most" in str(error)
+
+
 def test_the_other_name_of_barriers() -> None:
     body = """
         setp.lt.u32 %p3, %r0, 64; shl.b32 %r2, %r0, 2; @%p3 bra LOW;

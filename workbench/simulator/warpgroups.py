@@ -36,6 +36,7 @@ from workbench.simulator.transfers import Access, bad_address, collision
 Array = Any  # numpy.ndarray
 WARPS = 4
 LANES = WARPS * WARP
+REGISTERS, MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
 _SPAN = {0: 16, 1: 128, 2: 64, 3: 32}  # by the two highest bits of a descriptor
 _DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
 
@@ -54,6 +55,8 @@ class Warpgroups(Extension):
         Products of each warpgroup so far.
     dirty, writer : arrays of (watched register, warp)
         Registers that have been written since the last `wgmma.fence`, and where.
+    granted : int64 array
+        Registers of a thread of each warpgroup, where it has asked for some, else 0.
     accumulating, feeding : int64 arrays of (watched register, warp)
         How many products under way have this register among their accumulators, or in matrix A.
     """
@@ -75,6 +78,7 @@ class Warpgroups(Extension):
         self.writer = np.zeros(len(watched), np.int64)
         self.accumulating, self.feeding = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self.fenced = np.zeros(chunk.size // WARP, bool)
+        self.granted = np.zeros(self.threads_of.size, np.int64)
 
     def meet(self, group: Group, pc: int, action: Step) -> Outcome:
         """Let `action` happen once all threads of a warpgroup have come."""
@@ -97,6 +101,27 @@ class Warpgroups(Extension):
         outcome = action(self.chunk, together)
         assert outcome is None
         return [(pc + 1, together)]
+
+    def grant(self, group: Group, count: int, pc: int) -> None:
+        """Give warpgroups their registers, of those that the block was started with.
+
+        What ptxas gives a thread to begin with is not in PTX; it is at most an equal share. Once
+        every warpgroup of a block has asked, more than that would never come.
+        """
+        self.granted[self.number[group.lanes]] = count
+        threads = self.chunk.threads
+        there = threads * min(MOST_REGISTERS, REGISTERS // threads // 8 * 8)
+        asked = self.granted.reshape(self.chunk.blocks, -1)
+        taken = (self.granted * self.threads_of).reshape(self.chunk.blocks, -1).sum(axis=1)
+        lacking = np.flatnonzero((asked > 0).all(axis=1) & (taken > there))
+        if lacking.size:
+            where = self.chunk.launch.where(pc)
+            raise SimulationError(
+                faults.DEADLOCK,
+                f"block {self.chunk.first + lacking[0]} asks at {at(where)} for what makes "
+                f"{taken[lacking[0]]} registers in all, and has {there} at most",
+                where,
+            )
 
     def wait(self, group: Group, allowed: int) -> None:
         """Let all products finish but those of the last `allowed` groups."""
@@ -557,8 +582,9 @@ def _setmaxnreg(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
     count = operand.value if isinstance(operand, Imm) else 0
     if not 24 <= count <= 256 or count % 8:
         raise UnknownInstructionError(f"{instruction.opcode} {count}")
-    return lambda chunk, group: chunk.extension(Warpgroups).meet(group, pc, _agree)
 
+    def grant(chunk: Chunk, group: Group) -> Outcome:
+        chunk.extension(Warpgroups).grant(group, count, pc)
+        return None
 
-def _agree(chunk: Chunk, group: Group) -> Outcome:
-    return None
+    return lambda chunk, group: chunk.extension(Warpgroups).meet(group, pc, grant)
