@@ -163,16 +163,17 @@ _ALL_READS = _is("ld", "ldu", "ldmatrix", space="shared")
 _ALL_WRITES = _is("st", "stmatrix", space="shared")
 
 _ASSEMBLED = "ptxas may drop a load, join it with another or move it before a branch"
-_PARTS = (
-    "a warp that copies less at a ragged end is two requests in the simulator, and one that copies "
-    "nothing is none"
+_WITH_COPIES = "the counter has the copies of cp.async too"
+_PASSES = (
+    "seen to be more where writing to shared memory takes several passes; why is not known, as "
+    "requests agree"
 )
 _ARBITRATION = "the counter also has cycles that were lost to other traffic of the data stage"
 _ARRIVAL = "the hardware writes as data arrives; the simulator as if all of a warp arrived at once"
 
 QUANTITIES = (
-    *_in_global("global loads", _LOADS, "ld", _ASSEMBLED),
-    *_in_global("cp.async", _is_copy, "ldgsts", _PARTS),
+    *_in_global("global loads", _LOADS, "ld", _WITH_COPIES),
+    *_in_global("cp.async", _is_copy, "ldgsts", _PASSES),
     *_in_global("global stores", _STORES, "st", ""),
     *_in_shared("shared loads, all", _ALL_READS, "ld", _STAGE, _ASSEMBLED, _ARBITRATION),
     *_in_shared("ld.shared", _READS, "ld", _PER_OPCODE, _ASSEMBLED, _ASSEMBLED),
