@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -616,3 +617,26 @@ def test_compiling_changes_no_warning_filters() -> None:
         except ToolchainError as error:
             pytest.skip(str(error))
     assert list(warnings.filters) == before
+
+
+def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def driver(config: Any, function: Any, parameters: Any, extra: Any) -> int:
+        words = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        attribute = ctypes.string_at(struct.unpack_from("<Q", words, 40)[0], 72)
+        told.append((struct.unpack("<7I4xQ8xI4x", words), attribute, function.value, parameters))
+        assert extra.value == ctypes.addressof(packet)
+        return len(told) - 1  # CUDA_SUCCESS, then an error
+
+    monkeypatch.setattr(compiler, "_launch_kernel_ex", lambda: driver)
+    packet = (ctypes.c_uint64 * 8).from_buffer_copy(compiler.packet(bytes(16)))
+    kernel = compiler.Loaded(1234, None, None, 0)
+    compiler.launch(kernel, 5, 128, 1000, 77, packet, dependent=True)
+    ((config, attribute, function, parameters),) = told
+    assert config == (5, 1, 1, 128, 1, 1, 1000, 77, 1)
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+    assert attribute == struct.pack("<IIQ56x", 6, 0, 1)
+    assert (function, parameters) == (1234, None)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx fails .CUresult 1"):
+        compiler.launch(kernel, 5, 128, 1000, 77, packet, dependent=True)

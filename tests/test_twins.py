@@ -6,13 +6,14 @@ word. What both languages are launched with is declared once, in `launchers`; bo
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from building import needs, opcodes
-from sources import Entry, cuda_entries, header, helpers, numba_entries, stems, steps
+from sources import Entry, cuda_entries, header, helpers, numba_entries, read, stems, steps
 
 from workbench import compile as compiler
 from workbench import launchers, table
@@ -104,7 +105,7 @@ every_twin = pytest.mark.parametrize(("cuda", "numba"), twins())
 def test_every_kernel_has_a_twin() -> None:
     assert stems("numba") == STEMS
     for stem in STEMS:
-        names = [[e.name for e in read(stem)] for read in (cuda_entries, numba_entries)]
+        names = [[e.name for e in find(stem)] for find in (cuda_entries, numba_entries)]
         assert names[0] == names[1], f"{stem}: other kernels, or in another order"
         for name in names[0]:
             assert name.startswith(stem)
@@ -200,10 +201,30 @@ def test_every_kernel_is_launched() -> None:
 
 
 @pytest.mark.parametrize("language", compiler.LANGUAGES)
+def test_who_may_start_early_waits(language: str) -> None:
+    """And the launch in front of it lets it start."""
+    early = set()
+    for row in table.KERNELS:
+        for problem in table.INSTANCES:
+            if row.why_not(problem, "sm_90"):
+                continue
+            launches = row.work(problem, "sm_90").launches
+            assert not launches[0].dependent  # who knows what runs in front of it
+            for before, launch in itertools.pairwise(launches):
+                stem = launch.entry.stem
+                assert launch.dependent == ("griddepcontrol_wait()" in read(language, stem)), stem
+                if launch.dependent:
+                    first = read(language, before.entry.stem)
+                    assert "griddepcontrol_launch_dependents()" in first, before.entry.stem
+                    early.add(stem)
+    assert "attention_merge" in early
+
+
+@pytest.mark.parametrize("language", compiler.LANGUAGES)
 def test_kernels_take_what_launchers_declare(language: str) -> None:
-    read = cuda_entries if language == "cuda" else numba_entries
+    find = cuda_entries if language == "cuda" else numba_entries
     for stem in stems(language):
-        for found in read(stem):
+        for found in find(stem):
             declared = launched()[found.name]
             assert declared.stem == stem
             assert found.constants == [name for name, _ in declared.constants], found.name

@@ -676,19 +676,19 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """CUlaunchConfig, flat: it is made anew for every launch."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
+        *((f"{what}_{axis}", ctypes.c_uint32) for what in ("grid", "block") for axis in "xyz"),
         ("shared_memory", ctypes.c_uint32),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint32),
     )
 
 
 _SERIALIZATION_ALLOWED = _LaunchAttribute(id=6, value=(1,))
+_ATTRIBUTES = ctypes.addressof(_SERIALIZATION_ALLOWED)
 
 
 @functools.cache
@@ -723,10 +723,7 @@ def launch(
     if not dependent:
         kernel.start(kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, base)
         return
-    config = _LaunchConfig(
-        (grid, 1, 1), (block, 1, 1), shared_memory, stream,
-        ctypes.pointer(_SERIALIZATION_ALLOWED), 1,
-    )  # fmt: skip
+    config = _LaunchConfig(grid, 1, 1, block, 1, 1, shared_memory, stream, _ATTRIBUTES, 1)
     status = _launch_kernel_ex()(
         ctypes.byref(config), ctypes.c_void_p(kernel.function), None, ctypes.c_void_p(base)
     )
