@@ -638,5 +638,5 @@ def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatc
     # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
     assert attribute == struct.pack("<IIQ56x", 6, 0, 1)
     assert (function, parameters) == (1234, None)
-    with pytest.raises(RuntimeError, match="cuLaunchKernelEx fails .CUresult 1"):
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx fails \(CUresult 1\)"):
         compiler.launch(kernel, 5, 128, 1000, 77, packet, dependent=True)
