@@ -118,7 +118,8 @@ def test_what_hopper_declines() -> None:
         ({"has_mask": True}, "no mask and no bias"),
         ({"has_bias": True}, "no mask and no bias"),
         ({"alignment": 8}, "multiples of 16 bytes, not 8"),
-        ({"seqlen_k": 0}, "at least one key"),
+        ({"seqlen_k": 0}, "no empty arrays"),
+        ({"seqlen_q": 0}, "no empty arrays"),
         ({"strides": (("k", (0, 64, 64)),)}, "repeat or run backwards"),
         ({"strides": (("q", (6400, 64, -64)),)}, "repeat or run backwards"),
     ):
@@ -135,9 +136,12 @@ def test_what_hopper_declines() -> None:
     backward = replace(half, op="attention_backward")
     assert reason("attention_flash_wgmma", backward) == ""
     for change, why in (
-        ({"head_dim_v": 192}, "its backward's head_dim goes to 128, not 256"),
+        ({"head_dim_v": 192}, "its backward's head_dim goes to 128, not 192"),
         ({"softcap": 2.0}, "its backward takes no softcap"),
         ({"scale": -1.0}, "its backward takes a positive scale, not -1.0"),
+        # Its grid covers keys; a tensor map of no queries cannot be made.
+        ({"seqlen_q": 0}, "no empty arrays"),
+        ({"heads_q": 0}, "no empty arrays"),
         ({"has_q_lengths": True}, "its backward takes no softcap, no q_lengths"),
         ({"strides": (("dout", (64, 0, 64)),)}, "repeat or run backwards"),
     ):

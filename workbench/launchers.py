@@ -88,8 +88,8 @@ ATTENTION_DELTA = Signature(
 )
 ATTENTION_ROW_STATS = Signature(
     "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, int* turns, "
-    "Strides dout_strides, "
-    "Strides out_strides, int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
+    "Strides dout_strides, Strides out_strides, "
+    "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 
 
@@ -270,7 +270,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
             problem.alignment < 16,
             f"it takes rows at multiples of 16 bytes, not {problem.alignment}",
         ),
-        (problem.seqlen_k == 0, "it is for at least one key"),
+        (not all(_map_sizes(problem, "q") + _map_sizes(problem, "k")), "it takes no empty arrays"),
         (
             any(min(_map_strides(problem, name)) <= 0 for name in read),
             "it takes no arrays that repeat or run backwards",
@@ -321,13 +321,14 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
 
 
 def _flash_wgmma_bwd(problem: Problem) -> Work:
-    dim = _padded(max(problem.head_dim, problem.head_dim_v))
-    if dim > 128:
-        raise NotWrittenError(f"its backward's head_dim goes to 128, not {dim}")
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    if head_dim > 128:
+        raise NotWrittenError(f"its backward's head_dim goes to 128, not {head_dim}")
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
     if problem.scale <= 0:
         raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
+    dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
     q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
     constants = (
