@@ -102,6 +102,18 @@ def test_the_command() -> None:
     assert result.exit_code != 0
 
 
+def test_kernels_that_others_launch() -> None:
+    for stem in show.kernel_stems():
+        assert inspection.usual_dtype(stem) in ("float32", "float16")
+    small = ["--heads", "1", "--seqlen", "64"]
+    result = CliRunner().invoke(app, ["inspect", "attention_row_stats", *small])
+    assert result.exit_code == 0, result.output
+    assert "attention_row_stats: attention backward" in result.output
+    assert "float16" in result.output
+    result = CliRunner().invoke(app, ["inspect", "attention_merge", *small])
+    assert "does without attention_merge for these sizes" in str(result.exception)
+
+
 def test_counts_beside_a_comparison() -> None:
     small = Workload("vector_add", size=5000)
     both = [("vector_add", language) for language in ("cuda", "numba")]

@@ -260,7 +260,9 @@ def inspect(
         int | None, typer.Option(min=1, help="Keys.", show_default="seqlen")
     ] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.float32,
+    dtype: Annotated[
+        Dtype | None, typer.Option(show_default="float32, or what the kernel takes")
+    ] = None,
     causal: Annotated[
         bool, typer.Option("--causal", help="Query i sees keys up to i + seqlen_k - seqlen.")
     ] = False,
@@ -294,7 +296,7 @@ def inspect(
     for stem in stems:
         workload = Workload(
             op="vector_add" if stem.startswith("vector_") else "attention",
-            dtype=dtype.value,
+            dtype=inspection.usual_dtype(stem) if dtype is None else dtype.value,
             heads_q=heads,
             heads_kv=heads,
             seqlen_q=seqlen,
@@ -302,7 +304,7 @@ def inspect(
             head_dim=head_dim,
             head_dim_v=head_dim,
             causal=causal,
-            backward=not stem.endswith("_fwd"),
+            backward=not stem.endswith(("_fwd", "_merge")),
             size=size,
         )
         with _user_errors():

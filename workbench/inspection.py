@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 SIDE_BY_SIDE_WIDTH = 200  # two columns of code with their counts
 COUNTED = ("instr", "sectors", "wavefr")
+# Kernels that several rows of the table launch, or one row beside others: by whom we see them.
+LAUNCHED_BY = {
+    "attention_delta": "attention_naive",
+    "attention_dbias": "attention_naive",
+    "attention_dq": "attention_flash_mma",
+    "attention_merge": "attention_flash_mma",
+    "attention_row_stats": "attention_flash_wgmma",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ def inspect(stem: str, workload: Workload) -> Inspection:
     ------
     NoKernelError
         If the kernel does not take the workload.
+    ValueError
+        If the workload is computed without this kernel.
     SimulationError
         If the kernel is at fault.
     """
@@ -78,7 +88,22 @@ def inspect(stem: str, workload: Workload) -> Inspection:
             missing[language] = str(error)
             continue
         records[language] = [record for record in everything if record.entry.stem == stem]
+        if not records[language]:
+            raise ValueError(f"{launched_by(stem)} does without {stem} for these sizes")
     return Inspection(stem, workload, records, missing)
+
+
+def launched_by(stem: str) -> str:
+    """The row of the table that launches a kernel file."""
+    return LAUNCHED_BY.get(stem, stem.removesuffix("_fwd").removesuffix("_bwd"))
+
+
+def usual_dtype(stem: str) -> str:
+    """The dtype to inspect a kernel with: float32, or the first that it takes."""
+    from workbench.table import KERNELS
+
+    dtypes = next(row.dtypes for row in KERNELS if row.name == launched_by(stem))
+    return "float32" if "float32" in dtypes else dtypes[0]
 
 
 def _call(stem: str, workload: Workload, backend: str) -> None:
@@ -90,14 +115,12 @@ def _call(stem: str, workload: Workload, backend: str) -> None:
         workbench.vector_add(inputs["a"], inputs["b"], backend=backend, kernel=stem)
         return
     options: dict[str, Any] = dict(workload.options)
-    name, _, direction = stem.rpartition("_")
+    name, with_bias = launched_by(stem), stem == "attention_dbias"
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    if direction == "fwd":
+    if stem.endswith("_fwd") or stem == "attention_merge":
         workbench.attention(q, k, v, backend=backend, kernel=name, **options)
         return
-    if direction in ("delta", "dbias"):  # every backward has them
-        name = "attention_naive"
-    if direction == "dbias":
+    if with_bias:
         import numpy as np
 
         shape = (1, workload.heads_q, workload.seqlen_q, workload.seqlen_k)
@@ -106,7 +129,7 @@ def _call(stem: str, workload: Workload, backend: str) -> None:
     out, lse = workbench.attention(q, k, v, return_lse=True, backend="reference", **options)
     workbench.attention_backward(
         inputs["dout"], q, k, v, out, lse, backend=backend, kernel=name,
-        return_dbias=direction == "dbias", **options,
+        return_dbias=with_bias, **options,
     )  # fmt: skip
 
 
