@@ -6,7 +6,7 @@
 // Shared memory: none
 // Registers:     a handful
 // Twin:          numba_kernels/attention_delta.py
-// Launched by:   workbench/launchers.py, first of every backward
+// Launched by:   workbench/launchers.py, first of every backward but attention_flash_wgmma's
 #include "ptx_sm80.cuh"
 
 template <typename T>

@@ -1,4 +1,4 @@
-// attention_dq: rounds the sum that attention_flash_mma_bwd has formed, and puts it in order.
+// attention_dq: rounds the sum that a backward on tensor cores has formed, and puts it in rows.
 //
 //   dq = scale * dq_acc
 //
@@ -9,7 +9,7 @@
 // Shared memory: none
 // Registers:     a handful
 // Twin:          numba_kernels/attention_dq.py
-// Launched by:   workbench/launchers.py, attention_flash_mma
+// Launched by:   workbench/launchers.py, attention_flash_mma and attention_flash_wgmma
 #include "ptx_sm80.cuh"
 
 template <typename T, int BLOCK_M, int HEAD_DIM>

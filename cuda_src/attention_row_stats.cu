@@ -56,7 +56,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   }
   sum = warp_sum<LANES>(sum);
 
-  // 2. Zero dq_acc, which has as many elements a row as its threads here have 8
+  // 2. Zero dq_acc: eight elements a thread
   *reinterpret_cast<float4*>(dq_acc + int64(index) * 4) = make_float4(0, 0, 0, 0);
   int64 threads = batch * heads_q * rows * LANES;
   *reinterpret_cast<float4*>(dq_acc + (threads + index) * 4) = make_float4(0, 0, 0, 0);

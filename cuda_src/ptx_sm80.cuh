@@ -55,7 +55,8 @@ __device__ __forceinline__ int atom_inc(int* pointer) { return atomicAdd(pointer
 
 // A launch may be allowed to start before the one in front of it has ended. From
 // griddepcontrol_launch_dependents on, once every block of the first has come there, the second
-// may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before
+// may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. All in
+// front of the first has ended then too, but only if each of its blocks has waited as well. Before
 // sm_90 no launch is so.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

@@ -6,7 +6,7 @@ Work split:    a warp takes a row: its lanes read neighbouring elements, then ad
 Shared memory: none
 Registers:     a handful
 Twin:          cuda_src/attention_delta.cu
-Launched by:   workbench/launchers.py, first of every backward
+Launched by:   workbench/launchers.py, first of every backward but attention_flash_wgmma's
 """
 
 from numba import cuda

@@ -1,4 +1,4 @@
-"""attention_dq: rounds the sum that attention_flash_mma_bwd has formed, and puts it in order.
+"""attention_dq: rounds the sum that a backward on tensor cores has formed, and puts it in rows.
 
   dq = scale * dq_acc
 
@@ -9,7 +9,7 @@ Work split:    a thread takes two rows, 8 apart, of an accumulator: 16 floats af
 Shared memory: none
 Registers:     a handful
 Twin:          cuda_src/attention_dq.cu
-Launched by:   workbench/launchers.py, attention_flash_mma
+Launched by:   workbench/launchers.py, attention_flash_mma and attention_flash_wgmma
 """
 
 from numba import cuda

@@ -89,7 +89,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
                     i = int32(i + 1)
         total = warp_sum(total, LANES)
 
-        # 2. Zero dq_acc, which has as many elements a row as its threads here have 8
+        # 2. Zero dq_acc: eight elements a thread
         zeros = cuda.local.array(4, Acc)
         for i in range(4):
             zeros[i] = 0

@@ -254,7 +254,8 @@ def rcp_approx(_typing, _x):
 
 # A launch may be allowed to start before the one in front of it has ended. From
 # griddepcontrol_launch_dependents on, once every block of the first has come there, the second
-# may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. Before
+# may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. All in
+# front of the first has ended then too, but only if each of its blocks has waited as well. Before
 # sm_90 no launch is so.
 @intrinsic
 def griddepcontrol_launch_dependents(_typing):
