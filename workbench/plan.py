@@ -66,8 +66,11 @@ class Plan:
         self._problem = problem
         self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
         with cupy.cuda.Device(device):
+            launches = [launch for launch in work.launches if launch.grid]
+            # The first one never overlaps: in front of it is what others have launched.
             self._bound = [
-                _bind(launch, language, device, values) for launch in work.launches if launch.grid
+                _bind(launch, language, device, values, overlaps=launch.dependent and i > 0)
+                for i, launch in enumerate(launches)
             ]
 
     @contextmanager
@@ -159,7 +162,9 @@ def _offsets(workspaces: tuple[Workspace, ...]) -> tuple[list[tuple[Workspace, i
     return placed, end
 
 
-def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) -> _Bound:
+def _bind(
+    launch: Launch, language: str, device: int, values: dict[str, Any], *, overlaps: bool
+) -> _Bound:
     signature = launch.entry.signature
     kernel = compiler.load(language, launch.entry, device, launch.shared_memory)
     arguments = signature.pack(values | dict(launch.values))
@@ -171,7 +176,7 @@ def _bind(launch: Launch, language: str, device: int, values: dict[str, Any]) ->
         if kind.endswith("*")
     )
     maps = tuple((first + signature.slots[f"{x.parameter}.0"], x) for x in launch.maps)
-    dependent = launch.dependent and int(compiler.device_arch(device).removeprefix("sm_")) >= 90
+    dependent = overlaps and int(compiler.device_arch(device).removeprefix("sm_")) >= 90
     words = ctypes.c_uint64 * (len(packet) // 8)
     return _Bound(kernel, launch, packet, words, dependent, slots, maps)
 
