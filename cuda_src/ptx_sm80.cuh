@@ -1,6 +1,7 @@
 // One function per instruction, named after it: asynchronous copies and tensor cores as of sm_80,
-// and the ordered loads and stores that blocks use to wait for each other (sm_70). What they do in
-// full: the PTX ISA document, under each name. Twin: numba_kernels/ptx_sm80.py
+// the ordered loads and stores that blocks use to wait for each other (sm_70), and what launches
+// wait for each other with (sm_90). What they do in full: the PTX ISA document, under each name.
+// Twin: numba_kernels/ptx_sm80.py
 #pragma once
 
 #include "common.cuh"

@@ -1,7 +1,8 @@
 """One function per instruction, named after it. Twin: cuda_src/ptx_sm80.cuh.
 
-Asynchronous copies and tensor cores as of sm_80, and the ordered loads and stores that blocks use
-to wait for each other (sm_70). What they do in full: the PTX ISA document, under each name.
+Asynchronous copies and tensor cores as of sm_80, the ordered loads and stores that blocks use to
+wait for each other (sm_70), and what launches wait for each other with (sm_90). What they do in
+full: the PTX ISA document, under each name.
 
 Where C++ passes an array of registers, there is an array (cuda.local.array) and the index of the
 first element that takes part, counted through all of its axes.
@@ -127,6 +128,31 @@ def atom_inc(_typing, pointer):
     return types.int32(pointer), codegen
 
 
+# A launch may be allowed to start before the one in front of it has ended. From
+# griddepcontrol_launch_dependents on, once every block of the first has come there, the second
+# may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. All in
+# front of the first has ended then too, but only if each of its blocks has waited as well. Before
+# sm_90 no launch is so.
+@intrinsic
+def griddepcontrol_launch_dependents(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.launch_dependents;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def griddepcontrol_wait(_typing):
+    def codegen(context, builder, _signature, _args):
+        if ConfigStack().top().compute_capability >= (9, 0):
+            assembly(builder, _VOID, "griddepcontrol.wait;", "", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 # Four 8 x 8 matrices of 16-bit elements from shared memory: lane i points to the 16 bytes of row
 # i % 8 of matrix i / 8, and gets the elements marked with its number, two in a register:
 #
@@ -250,31 +276,6 @@ def rcp_approx(_typing, _x):
         return _arithmetic(builder, _FLOAT, "rcp.approx.ftz.f32 $0, $1;", "=f,f", args)
 
     return types.float32(types.float32), codegen
-
-
-# A launch may be allowed to start before the one in front of it has ended. From
-# griddepcontrol_launch_dependents on, once every block of the first has come there, the second
-# may; griddepcontrol_wait waits until the first has ended and all that it wrote is there. All in
-# front of the first has ended then too, but only if each of its blocks has waited as well. Before
-# sm_90 no launch is so.
-@intrinsic
-def griddepcontrol_launch_dependents(_typing):
-    def codegen(context, builder, _signature, _args):
-        if ConfigStack().top().compute_capability >= (9, 0):
-            assembly(builder, _VOID, "griddepcontrol.launch_dependents;", "", [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def griddepcontrol_wait(_typing):
-    def codegen(context, builder, _signature, _args):
-        if ConfigStack().top().compute_capability >= (9, 0):
-            assembly(builder, _VOID, "griddepcontrol.wait;", "", [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 # Adds x to four floats in global memory, in one access from sm_90 on; the address must be a
