@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   // A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
+    fence_proxy_async_global();  // the copy engine is to see what ordinary stores wrote
     if (threadIdx.x == 32) {
       // 4f (adder). dq += ds k
       for (int step = 0; step < steps; ++step) {

@@ -203,6 +203,7 @@ def attention_flash_wgmma_bwd(
         # A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
         if thread < 128:
             give_registers()
+            fence_proxy_async_global()  # the copy engine is to see what ordinary stores wrote
             if thread == 32:
                 # 4f (adder). dq += ds k
                 step = uint32(0)

@@ -591,7 +591,7 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     delta, delta_space = _delta(problem)
     at_a_time = _heads_at_a_time(problem, problem.heads_kv)
-    if problem.deterministic:  # who waits for a turn holds up the block's products
+    if problem.deterministic:  # all: who waits for a turn here holds up the block's products
         at_a_time = (("heads_at_a_time", max(1, heads_total)),)
     return Work(
         (
