@@ -22,7 +22,7 @@ __global__ void attention_delta(const T* dout,         // (batch, heads_q, seqle
                                 int64 head_dim_v) {
   using Acc = acc_t<T>;
   griddepcontrol_launch_dependents();
-  // A block is of one head: divisions of 64 bits would take as long as all the rest.
+  // A block is of one head: so no division is of 64 bits, which takes a hundred instructions.
   uint32 warps = blockDim.x / 32, blocks = cdiv(uint32(seqlen_q), warps);
   uint32 head = blockIdx.x / blocks;  // of all batches
   uint32 row = blockIdx.x % blocks * warps + threadIdx.x / 32;

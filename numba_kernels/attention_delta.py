@@ -34,7 +34,7 @@ def attention_delta(T):
         head_dim_v,
     ):
         griddepcontrol_launch_dependents()
-        # A block is of one head: divisions of 64 bits would take as long as all the rest.
+        # A block is of one head: so no division is of 64 bits, which takes a hundred instructions.
         warps = uint32(cuda.blockDim.x >> 5)
         blocks = uint32(cdiv(uint32(seqlen_q), warps))
         block, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
