@@ -46,20 +46,6 @@ __device__ __forceinline__ QueryTile query_tile(uint32 tile,
   return t;
 }
 
-// Hides what rows and keys do not see of each other; row and col are those of s[0].
-template <int FEATURES, int N, typename Acc>
-__device__ __forceinline__ void hide(float (&s)[N],
-                                     const ScoreParams<Acc>& score,
-                                     KeyRange band,
-                                     int row,
-                                     int col) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (!sees<FEATURES>(score, band, 0, 0, row + i % 4 / 2 * 8, col + i / 4 * 8 + i % 2))
-      s[i] = -INF;
-  }
-}
-
 // s becomes p; rescale is what the sums so far have to be multiplied by.
 // All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
 template <int N>

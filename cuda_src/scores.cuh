@@ -119,6 +119,21 @@ __device__ __forceinline__ bool sees(const ScoreParams<Acc>& score,
   return seen;
 }
 
+// Hides what rows and keys do not see of each other in accumulators (ptx_sm80.cuh), where no mask
+// does; row and col are those of s[0].
+template <int FEATURES, int N, typename Acc>
+__device__ __forceinline__ void hide(float (&s)[N],
+                                     const ScoreParams<Acc>& score,
+                                     KeyRange band,
+                                     int row,
+                                     int col) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (!sees<FEATURES>(score, band, 0, 0, row + i % 4 / 2 * 8, col + i / 4 * 8 + i % 2))
+      s[i] = -INF;
+  }
+}
+
 // The score before the bias; dot is q_row . k_col.
 template <int FEATURES, typename Acc>
 __device__ __forceinline__ Acc capped_score(const ScoreParams<Acc>& score, Acc dot) {

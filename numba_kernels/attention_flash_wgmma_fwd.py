@@ -37,13 +37,7 @@ from .common import (
     warp_max,
     warp_sum,
 )
-from .ptx_sm80 import (
-    atom_inc,
-    ex2_approx,
-    lg2_approx,
-    rcp_approx,
-    shared_address,
-)
+from .ptx_sm80 import atom_inc, ex2_approx, lg2_approx, rcp_approx, shared_address
 from .ptx_sm90 import (
     bar_arrive,
     bar_sync,
@@ -65,9 +59,9 @@ from .scores import (
     capped_score,
     finite_or_zero,
     first_key,
+    hide,
     key_range,
     last_key,
-    sees,
     tile_is_unmasked,
 )
 from .warpgroups import clear_rows, load_tile, round_fragments, start_nt, start_rn, store_rows
@@ -110,19 +104,6 @@ def get_tile(words, slot):
     at = slot * TILE_WORDS
     band = KeyRange(words[at + 5], words[at + 6], words[at + 7], words[at + 8])
     return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
-
-
-# Hides what rows and keys do not see of each other; row and col are those of s[0].
-def hide(FEATURES, N):
-    @cuda.jit(device=True, forceinline=True)
-    def function(s, score, band, row, col):
-        for n in range(N // 4):
-            for i in range(4):
-                its_row, its_col = int32(row + (i >> 1) * 8), int32(col + n * 8 + (i & 1))
-                if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
-                    s[4 * n + i] = -INF
-
-    return function
 
 
 # s becomes p; rescale is what the sums so far have to be multiplied by.

@@ -119,6 +119,20 @@ def sees(FEATURES, score, band, batch_index, head, row, col):
     return seen
 
 
+# Hides what rows and keys do not see of each other in accumulators (ptx_sm80.py), where no mask
+# does; row and col are those of s[0].
+def hide(FEATURES, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, score, band, row, col):
+        for n in range(N // 4):
+            for i in range(4):
+                its_row, its_col = int32(row + (i >> 1) * 8), int32(col + n * 8 + (i & 1))
+                if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
+                    s[4 * n + i] = -INF
+
+    return function
+
+
 # The score before the bias; dot is q_row . k_col.
 @cuda.jit(device=True, forceinline=True)
 def capped_score(FEATURES, score, dot):
