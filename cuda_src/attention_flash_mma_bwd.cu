@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                             const acc_t<T>* lse,    // (batch, heads_q, seqlen_q), contiguous
                             const acc_t<T>* delta,  // the same
                             acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-                            int* turns,        // 1 + (batch, heads_q, query tiles), zeroed
+                            int* turns,        // 1 + (batch, heads_q, tiles), zeroed, or null
                             T* dk,             // as k
                             T* dv,             // as v
                             Strides dout_strides,

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap dout_map,  // as q_map
                               const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
                               acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-                              int* turns,        // 1 + (batch, heads_q, query tiles), zeroed
+                              int* turns,        // 1 + (batch, heads_q, tiles), zeroed, or null
                               T* dk,             // (batch, heads_kv, seqlen_k, head_dim)
                               T* dv,             // (batch, heads_kv, seqlen_k, head_dim_v)
                               Strides dk_strides,

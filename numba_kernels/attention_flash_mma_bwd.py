@@ -124,7 +124,7 @@ def attention_flash_mma_bwd(
         lse,  # (batch, heads_q, seqlen_q), contiguous
         delta,  # the same
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, query tiles), zeroed
+        turns,  # 1 + (batch, heads_q, tiles), zeroed, or null
         dk,  # as k
         dv,  # as v
         dout_strides,

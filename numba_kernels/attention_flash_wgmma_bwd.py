@@ -117,7 +117,7 @@ def attention_flash_wgmma_bwd(
         dout_map,  # as q_map
         stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, query tiles), zeroed
+        turns,  # 1 + (batch, heads_q, tiles), zeroed, or null
         dk,  # (batch, heads_kv, seqlen_k, head_dim)
         dv,  # (batch, heads_kv, seqlen_k, head_dim_v)
         dk_strides,
