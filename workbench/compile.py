@@ -589,15 +589,16 @@ def _cache_name(language: str, entry: Entry, arch: str, *, ptx: bool = False) ->
 
 # ----------------------------------------------------------------------------- loading, launching
 
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
 
 @functools.cache
 def gpu_missing() -> str | None:
     """None where kernels can run on a GPU; otherwise a sentence saying what is missing."""
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        ctypes.CDLL(library)
+        ctypes.CDLL(DRIVER)
     except OSError:
-        return f"no NVIDIA driver is installed ({library} is missing)"
+        return f"no NVIDIA driver is installed ({DRIVER} is missing)"
     try:
         import cupy
     except ImportError:
@@ -693,8 +694,7 @@ _ATTRIBUTES = ctypes.addressof(_SERIALIZATION_ALLOWED)
 
 @functools.cache
 def _launch_kernel_ex() -> Any:
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return library.cuLaunchKernelEx
+    return ctypes.CDLL(DRIVER).cuLaunchKernelEx
 
 
 def launch(

@@ -283,10 +283,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
 
 
 def _flash_wgmma_fwd(problem: Problem) -> Work:
-    dims = tuple(
-        next(size for size in (64, 128, 256, dim) if size >= dim)
-        for dim in (problem.head_dim, problem.head_dim_v)
-    )
+    dims = _padded(problem.head_dim), _padded(problem.head_dim_v)
     options = (
         features(problem)
         | ANY_SCALE * (problem.scale <= 0 and not problem.softcap)

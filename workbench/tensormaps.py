@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.compile import TENSOR_MAP_WORDS
+from workbench.compile import DRIVER, TENSOR_MAP_WORDS
 
 _ALIGNMENT = 64  # bytes, of the encoder's output
 
 
 @functools.cache
 def _encoder() -> Any:
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return library.cuTensorMapEncodeTiled
+    return ctypes.CDLL(DRIVER).cuTensorMapEncodeTiled
 
 
 def encode_tiled(
