@@ -169,12 +169,12 @@ def test_tiles_of_hopper(
         check(e, backend=f"{language}-simulator", kernel="attention_flash_wgmma")
 
 
-hopper = targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
+HOPPER = targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
 # Two blocks that walk over several query tiles each, and several key tiles.
 WALK = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seqlen_q": 140, "seqlen_k": 300, "head_dim": 64}
 
 
-@hopper
+@HOPPER
 @pytest.mark.parametrize(
     "change",
     [
@@ -197,7 +197,7 @@ def test_all_options_that_hopper_takes(
     check_random(row, language, 16, **WALK | change)
 
 
-@hopper
+@HOPPER
 def test_query_tiles_of_one_key_tile(
     monkeypatch: pytest.MonkeyPatch, row: Any, language: str
 ) -> None:
@@ -206,7 +206,7 @@ def test_query_tiles_of_one_key_tile(
     check_random(row, language, 17, **WALK | {"heads_q": 4, "seqlen_k": 30})
 
 
-@hopper
+@HOPPER
 def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
     e = example(row, 18, **RAGGED | {"heads_q": 1, "seqlen_k": 1})
     q, k, v = (
@@ -218,9 +218,6 @@ def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
     )  # fmt: skip
     assert part_taken(row, replace(e, q=q, k=k, v=v), SIMULATOR_ARCH) is not None
     check_taken(row, language, replace(e, q=q, k=k, v=v))
-
-
-HOPPER = targets([row for row in ATTENTION if row.name == "attention_flash_wgmma"])
 
 
 @HOPPER
