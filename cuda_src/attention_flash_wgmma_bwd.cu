@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
   constexpr int DQ = BLOCK_M * HEAD_DIM;  // elements, 1024 of them a warp's
 
-  extern __shared__ uint4 shared[];
-  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
+  extern __shared__ __align__(1024) char shared[];
+  uint32 k_smem = shared_address(shared);
   uint32 v_smem = k_smem + KEY_BYTES;
   uint32 q_smem = v_smem + KEY_BYTES;
   uint32 dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
   uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8;
-  char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
+  char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
   if (threadIdx.x == 0) {
     mbarrier_init(k_full, 1);

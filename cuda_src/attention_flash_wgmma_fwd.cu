@@ -106,15 +106,17 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, K_BYTES = BLOCK_N * HEAD_DIM * 2;
   constexpr int V_BYTES = BLOCK_N * HEAD_DIM_V * 2;
   constexpr bool SCALED = FEATURES & (SOFTCAP | ANY_SCALE);  // before the largest is looked for
+  // A query tile's last step is the next one's first, if its Q can be there by then.
+  constexpr bool SEAMLESS = Q_STAGES > 1;
 
-  extern __shared__ uint4 shared[];
-  QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared);
-  uint32 q_smem = cdiv(shared_address(tile_smem + Q_STAGES), 1024u) * 1024;
+  extern __shared__ __align__(1024) char shared[];
+  uint32 q_smem = shared_address(shared);
   uint32 k_smem = q_smem + Q_STAGES * Q_BYTES;
   uint32 v_smem = k_smem + STAGES * K_BYTES;
   uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES;
   uint32 k_full = q_empty + 8 * Q_STAGES, k_empty = k_full + 8 * STAGES;
   uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+  QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared + (v_empty + 8 * STAGES - q_smem));
   if (threadIdx.x == 0) {
     for (uint32 full = q_full; full < q_empty; full += 8) {
       mbarrier_init(full, 1);
@@ -138,6 +140,18 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   if (threadIdx.x < 128) {
     setmaxnreg_dec<CONSUMERS == 3 ? 32 : 24>();
     if (threadIdx.x != 0) return;
+    // A V tile is wanted a step after its K tile, and asked for after the next K tile: in the order
+    // in which their slots become free.
+    uint32 v_loaded = 0;
+    int v_row, v_head, v_batch;
+    auto load_v = [&]() {
+      if (v_loaded == loaded) return;
+      uint32 stage = v_loaded % STAGES;
+      mbarrier_wait(v_empty + 8 * stage, ~(v_loaded / STAGES) & 1);
+      load_tile<BLOCK_N, HEAD_DIM_V>(v_smem + stage * V_BYTES, v_map, v_full + 8 * stage, v_row,
+                                     v_head, v_batch);
+      ++v_loaded;
+    };
     for (uint32 tile = blockIdx.x, next; tile < tiles; tile = next) {
       next = gridDim.x + (FEATURES & RANGE ? atom_inc(counter) : tile);  // before it is needed
       QueryTile t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q,
@@ -146,6 +160,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
 
       // 2 (producer). Load the Q tile
       // To wait for an empty slot is to wait for the phase before: a fresh barrier has had it.
+      if (!SEAMLESS) load_v();
       uint32 slot = tiles_loaded % Q_STAGES;
       mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
       ++tiles_loaded;
@@ -155,17 +170,18 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
 
       // 4 (producer). Walk over the key/value tiles
       int head_kv = uint32(t.head) / (uint32(heads_q) / uint32(heads_kv));
-      for (int k_start = t.k_start; k_start < t.k_end; k_start += BLOCK_N, ++loaded) {
-        // 4a (producer). Load the K and V tiles
-        uint32 stage = loaded % STAGES, empty = ~(loaded / STAGES) & 1;
-        mbarrier_wait(k_empty + 8 * stage, empty);
+      for (int k_start = t.k_start; k_start < t.k_end; k_start += BLOCK_N) {
+        // 4a (producer). Load the K tile, and the V tile before it
+        uint32 stage = loaded % STAGES;
+        mbarrier_wait(k_empty + 8 * stage, ~(loaded / STAGES) & 1);
         load_tile<BLOCK_N, HEAD_DIM>(k_smem + stage * K_BYTES, k_map, k_full + 8 * stage, k_start,
                                      head_kv, t.batch_index);
-        mbarrier_wait(v_empty + 8 * stage, empty);
-        load_tile<BLOCK_N, HEAD_DIM_V>(v_smem + stage * V_BYTES, v_map, v_full + 8 * stage, k_start,
-                                       head_kv, t.batch_index);
+        load_v();
+        v_row = k_start, v_head = head_kv, v_batch = t.batch_index;
+        ++loaded;
       }
     }
+    load_v();
     uint32 slot = tiles_loaded % Q_STAGES;
     mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
     tile_smem[slot] = {};  // no key: the end
@@ -207,11 +223,11 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   };
 
   // 3 (consumers). Start the running softmax
-  float row_max[2] = {-INF, -INF}, row_sum[2] = {}, rescale[2], acc[PARTS][DIMS / 2] = {};
+  float row_max[2], row_sum[2], rescale[2], acc[PARTS][DIMS / 2] = {};
   float s[BLOCK_N / 2];
   uint32 p[BLOCK_N / 4];  // of the key tile before, until it is multiplied by its V
   mbarrier_wait(q_full, 0);
-  QueryTile t = tile_smem[0];
+  QueryTile t = tile_smem[0], before = t;
   int k_start = t.k_start;
   // The K tile may be loaded over, after the last one of a query tile Q too.
   auto scores_are_there = [&]() {
@@ -238,21 +254,37 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
                                                        threadIdx.x - 128, 1 + CONSUMERS);
     }
   };
-  bool any = k_start < t.k_end;
-  if (any) {  // the first scores have nobody's p v to run beside
-    mbarrier_wait(k_full, 0);
-    start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(s, q_smem + consumer * (64 * 128), k_smem);
+  // The first key tile, without a p v to run beside.
+  auto begin = [&]() {
+    row_max[0] = row_max[1] = -INF, row_sum[0] = row_sum[1] = 0;
+    uint32 stage = loaded % STAGES;
+    mbarrier_wait(k_full + 8 * stage, loaded / STAGES & 1);
+    start_nt<T, HEAD_DIM, BLOCK_M, BLOCK_N>(
+        s, q_smem + tiles_loaded % Q_STAGES * Q_BYTES + consumer * (64 * 128),
+        k_smem + stage * K_BYTES);
     wgmma_wait_group<0>();
-    __syncwarp();  // all lanes have read t; later tiles have a turn in between
+    __syncwarp();  // all lanes have read t; in a step they have their turn in between
     scores_are_there();
     running_softmax(s, row_max, row_sum, rescale, to_log2);
     round_fragments<T>(p, s);
-  }
+  };
+  // The last p v, without scores to run beside.
+  auto finish = [&]() {
+    uint32 stage = loaded % STAGES;
+    mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);
+    clear_past_length(before, stage);
+    start_rn<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
+    if (lane_id == 0) mbarrier_arrive(v_empty + 8 * stage);
+    ++loaded;
+    store(before, acc, row_max, row_sum);
+  };
 
   // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
   // A step begins a key tile and ends the one before, which for the first key tile of a query tile
   // is the last one of the query tile before. `new_tile` is known where this is compiled: twice.
-  QueryTile before = t;
   auto step = [&](bool new_tile) __attribute__((always_inline)) {
     uint32 v_stage = loaded % STAGES, v_phase = loaded / STAGES & 1;
     ++loaded;
@@ -291,7 +323,6 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     if (lane_id == 0) mbarrier_arrive(v_empty + 8 * v_stage);
     if (new_tile) {
       store(before, acc, done_max, done_sum);
-      before = t;
     } else {
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
@@ -301,27 +332,26 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     }
     round_fragments<T>(p, s);
   };
+  bool any = k_start < t.k_end;
+  if (any) begin();
   while (any) {
     for (k_start += BLOCK_N; k_start < t.k_end; k_start += BLOCK_N) step(false);
+    before = t;
+    if (!SEAMLESS) finish();
     ++tiles_loaded;
     mbarrier_wait(q_full + 8 * (tiles_loaded % Q_STAGES), tiles_loaded / Q_STAGES & 1);
     t = tile_smem[tiles_loaded % Q_STAGES];
     k_start = t.k_start;
     if (k_start >= t.k_end) break;
-    step(true);
+    if (SEAMLESS) {
+      step(true);
+    } else {
+      begin();
+    }
   }
 
   // 5 (consumers). Normalise and store
-  if (any) {
-    uint32 stage = loaded % STAGES;
-    mbarrier_wait(v_full + 8 * stage, loaded / STAGES & 1);
-    clear_past_length(before, stage);
-    start_rn<T, BLOCK_N, DIMS, PARTS>(acc, p, v_smem + stage * V_BYTES);
-    wgmma_wait_group<0>();
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
-    store(before, acc, row_max, row_sum);
-  }
+  if (SEAMLESS && any) finish();
   // What the producer has passed over: query tiles that see no key.
   for (uint32 tile = blockIdx.x; FEATURES & RANGE && tile < tiles; tile += gridDim.x) {
     t = query_tile<BLOCK_M, BLOCK_N, FEATURES>(tile, tiles, score, heads_q, seqlen_q, seqlen_k,

@@ -162,10 +162,17 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
 
 // Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.cuh,
 // the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
-// the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
-__device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading) {
+// the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the
+// lower half of its descriptor.
+__device__ __forceinline__ uint32 wgmma_address(uint32 shared, int leading) {
+  return uint32(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
+}
+
+// The descriptor of what lies `offset` bytes on. No address carries out of its field, so that the
+// steps of a product are one addition apart: there is hardly time for more between two wgmmas.
+__device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, int offset) {
   uint64 swizzle_128 = uint64(1) << 62, stride = uint64(1024 >> 4) << 32;
-  return swizzle_128 | stride | uint64(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
+  return swizzle_128 | stride | (address + (offset >> 4));
 }
 
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis

@@ -44,13 +44,15 @@ __device__ __forceinline__ void clear_rows(uint32 tile, int first, int thread, i
 // B_ROWS of b: both have the sums' axis along their rows.
 template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, 16);
   register_fence(acc);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
-    int col = d % 64 * 2;
-    Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a + d / 64 * (A_ROWS * 128) + col, 16),
-                         wgmma_descriptor(b + d / 64 * (B_ROWS * 128) + col, 16), d > 0);
+    int panel = d / 64, col = d % 64 * 2;
+    Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a, panel * (A_ROWS * 128) + col),
+                         wgmma_descriptor(b, panel * (B_ROWS * 128) + col), d > 0);
   }
   wgmma_commit_group();
 }
@@ -61,6 +63,7 @@ template <typename T, int DEPTH, int COLS, int PARTS>
 __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
                                          uint32 (&a)[DEPTH / 4],
                                          uint32 b) {
+  b = wgmma_address(b, DEPTH * 128);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
   register_fence(a);
@@ -69,8 +72,8 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   for (int d = 0; d < DEPTH; d += 16) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      uint32 from = b + d * 128 + part * (COLS / 64) * (DEPTH * 128);
-      Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(from, DEPTH * 128), true);
+      int offset = d * 128 + part * (COLS / 64) * (DEPTH * 128);
+      Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(b, offset), true);
     }
   }
   wgmma_commit_group();
@@ -80,12 +83,13 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
 // a and one of b, both with the sums' axis down their columns.
 template <typename T, int DEPTH>
 __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, 16);
   register_fence(acc);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
-    wgmma_ss_trans<T>(acc, wgmma_descriptor(a + d * 128, 16), wgmma_descriptor(b + d * 128, 16),
-                      d > 0);
+    wgmma_ss_trans<T>(acc, wgmma_descriptor(a, d * 128), wgmma_descriptor(b, d * 128), d > 0);
   }
   wgmma_commit_group();
 }

@@ -132,9 +132,8 @@ def attention_flash_wgmma_bwd(
         score,
         heads_at_a_time,
     ):
-        shared = cuda.shared.array(0, uint32, 16)
-        shared_at = shared_address(shared, 0)
-        k_smem = uint32(cdiv(shared_at, 1024) * 1024)
+        shared = cuda.shared.array(0, uint32, 1024)
+        k_smem = shared_address(shared, 0)
         v_smem = uint32(k_smem + KEY_BYTES)
         q_smem = uint32(v_smem + KEY_BYTES)
         dout_smem = uint32(q_smem + Q_STAGES * QUERY_BYTES)
@@ -149,7 +148,7 @@ def attention_flash_wgmma_bwd(
         dout_empty = uint32(dout_full + 8 * DOUT_STAGES)
         dq_full = uint32(dout_empty + 8 * DOUT_STAGES)
         dq_empty = uint32(dq_full + 8)
-        smem = advance(reinterpret(uint8, shared), -int64(shared_at))
+        smem = advance(reinterpret(uint8, shared), -int64(k_smem))
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8))
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:

@@ -91,8 +91,8 @@ def query_tile(
 
 
 @cuda.jit(device=True, forceinline=True)
-def put_tile(words, slot, t):
-    at = slot * TILE_WORDS
+def put_tile(words, start, slot, t):
+    at = start + slot * TILE_WORDS
     words[at], words[at + 1], words[at + 2] = t.batch_index, t.head, t.q_start
     words[at + 3], words[at + 4] = t.k_start, t.k_end
     words[at + 5], words[at + 6] = t.band.lo, t.band.hi
@@ -100,8 +100,8 @@ def put_tile(words, slot, t):
 
 
 @cuda.jit(device=True, forceinline=True)
-def get_tile(words, slot):
-    at = slot * TILE_WORDS
+def get_tile(words, start, slot):
+    at = start + slot * TILE_WORDS
     band = KeyRange(words[at + 5], words[at + 6], words[at + 7], words[at + 8])
     return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
 
@@ -141,8 +141,12 @@ def attention_flash_wgmma_fwd(
     Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
     V_BYTES = BLOCK_N * HEAD_DIM_V * 2
     SCALED = FEATURES & (SOFTCAP | ANY_SCALE)  # before the largest is looked for
-    TILES_END = Q_STAGES * TILE_WORDS
+    # A query tile's last step is the next one's first, if its Q can be there by then.
+    SEAMLESS = Q_STAGES > 1
     TURN = 128 * CONSUMERS  # threads at the barrier of a turn
+    BARRIERS = 2 * Q_STAGES + 4 * STAGES
+    # Words of shared memory before those that say what a query tile is.
+    TILES_AT = (Q_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 8 * BARRIERS) // 4
     ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
 
     give_registers = setmaxnreg_dec(32 if CONSUMERS == 3 else 24)
@@ -176,9 +180,8 @@ def attention_flash_wgmma_fwd(
         score,
         heads_at_a_time,
     ):
-        tile_smem = cuda.shared.array(0, int32, 16)
-        tiles_end = shared_address(tile_smem, TILES_END)
-        q_smem = uint32(cdiv(tiles_end, 1024) * 1024)
+        shared = cuda.shared.array(0, int32, 1024)
+        q_smem = shared_address(shared, 0)
         k_smem = uint32(q_smem + Q_STAGES * Q_BYTES)
         v_smem = uint32(k_smem + STAGES * K_BYTES)
         q_full = uint32(v_smem + STAGES * V_BYTES)
@@ -213,6 +216,19 @@ def attention_flash_wgmma_fwd(
             give_registers()
             if thread != 0:
                 return
+            # A V tile is wanted a step after its K tile, and asked for after the next K tile: in
+            # the order in which their slots become free.
+            v_loaded = uint32(0)
+            v_row, v_head, v_batch = int32(0), int32(0), int32(0)
+
+            def request_v(v_loaded, v_row, v_head, v_batch):
+                stage = uint32(rem(v_loaded, STAGES))
+                mbarrier_wait(uint32(v_empty + 8 * stage), ~div(v_loaded, STAGES) & 1)
+                load_v(
+                    uint32(v_smem + stage * V_BYTES), v_map, uint32(v_full + 8 * stage),
+                    v_row, v_head, v_batch,
+                )  # fmt: skip
+
             following = tile
             while following < tiles:
                 tile = following
@@ -228,10 +244,13 @@ def attention_flash_wgmma_fwd(
                 # 2 (producer). Load the Q tile
                 # To wait for an empty slot is to wait for the phase before: a fresh barrier has
                 # had it.
+                if not SEAMLESS and v_loaded != loaded:
+                    request_v(v_loaded, v_row, v_head, v_batch)
+                    v_loaded = loaded
                 slot = uint32(rem(tiles_loaded, Q_STAGES))
                 mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
                 tiles_loaded = uint32(tiles_loaded + 1)
-                put_tile(tile_smem, slot, t)  # which spares the consumers the divisions
+                put_tile(shared, TILES_AT, slot, t)  # which spares the consumers the divisions
                 load_q(
                     uint32(q_smem + slot * Q_BYTES), q_map, uint32(q_full + 8 * slot),
                     t.q_start, t.head, t.batch_index,
@@ -241,26 +260,26 @@ def attention_flash_wgmma_fwd(
                 head_kv = int32(div(uint32(t.head), div(uint32(heads_q), uint32(heads_kv))))
                 k_start = t.k_start
                 while k_start < t.k_end:
-                    # 4a (producer). Load the K and V tiles
+                    # 4a (producer). Load the K tile, and the V tile before it
                     stage = uint32(rem(loaded, STAGES))
-                    empty = ~div(loaded, STAGES) & 1
-                    mbarrier_wait(uint32(k_empty + 8 * stage), empty)
+                    mbarrier_wait(uint32(k_empty + 8 * stage), ~div(loaded, STAGES) & 1)
                     load_k(
                         uint32(k_smem + stage * K_BYTES), k_map, uint32(k_full + 8 * stage),
                         k_start, head_kv, t.batch_index,
                     )  # fmt: skip
-                    mbarrier_wait(uint32(v_empty + 8 * stage), empty)
-                    load_v(
-                        uint32(v_smem + stage * V_BYTES), v_map, uint32(v_full + 8 * stage),
-                        k_start, head_kv, t.batch_index,
-                    )  # fmt: skip
-                    k_start = int32(k_start + BLOCK_N)
+                    if v_loaded != loaded:
+                        request_v(v_loaded, v_row, v_head, v_batch)
+                        v_loaded = loaded
+                    v_row, v_head, v_batch = k_start, head_kv, t.batch_index
                     loaded = uint32(loaded + 1)
+                    k_start = int32(k_start + BLOCK_N)
+            if v_loaded != loaded:
+                request_v(v_loaded, v_row, v_head, v_batch)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
             mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
             none = int32(0)
             no_key = QueryTile(none, none, none, none, none, KeyRange(none, none, none, none))
-            put_tile(tile_smem, slot, no_key)  # the end
+            put_tile(shared, TILES_AT, slot, no_key)  # the end
             mbarrier_arrive(uint32(q_full + 8 * slot))
             return
 
@@ -336,30 +355,46 @@ def attention_flash_wgmma_fwd(
                 row_max[half] = -INF
                 row_sum[half] = 0
 
+        # The first key tile, without a p v to run beside.
+        def begin(t, k_start, loaded, tiles_loaded):
+            start_rows()
+            stage = uint32(rem(loaded, STAGES))
+            mbarrier_wait(uint32(k_full + 8 * stage), div(loaded, STAGES) & 1)
+            multiply_qk(
+                s, uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES),
+                uint32(k_smem + stage * K_BYTES),
+            )  # fmt: skip
+            wait_for_all()
+            cuda.syncwarp()  # all lanes have read t; in a step they have their turn in between
+            scores_are_there(t, k_start, loaded, tiles_loaded)
+            softmax(s, row_max, row_sum, rescale, to_log2)
+            round_scores(p, s)
+
+        # The last p v, without scores to run beside.
+        def finish(before, loaded):
+            stage = uint32(rem(loaded, STAGES))
+            mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
+            clear_past_length(before, stage)
+            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
+            wait_for_all()
+            fence_acc(acc, 0)
+            if lane_id == 0:
+                mbarrier_arrive(uint32(v_empty + 8 * stage))
+            store(before, row_max, row_sum)
+
         # 3 (consumers). Start the running softmax
-        start_rows()
         for part in range(PARTS):
             for i in range(DIMS // 2):
                 acc[part, i] = 0
         mbarrier_wait(q_full, 0)
-        t = get_tile(tile_smem, 0)
+        t = get_tile(shared, TILES_AT, 0)
+        before = t
         k_start = t.k_start
-        some_key = k_start < t.k_end
-        if some_key:  # the first scores have nobody's p v to run beside
-            mbarrier_wait(k_full, 0)
-            multiply_qk(s, q_rows, k_smem)
-            wait_for_all()
-            cuda.syncwarp()  # all lanes have read t; later tiles have a turn in between
-            scores_are_there(t, k_start, loaded, tiles_loaded)
-            softmax(s, row_max, row_sum, rescale, to_log2)
-            round_scores(p, s)
 
         # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
         # A step begins a key tile and ends the one before, which for the first key tile of a query
         # tile is the last one of the query tile before. `new_tile` is known where this is compiled:
         # twice.
-        before = t
-
         def step(new_tile, t, before, k_start, loaded, tiles_loaded):
             v_stage, v_phase = uint32(rem(loaded, STAGES)), div(loaded, STAGES) & 1
             loaded = uint32(loaded + 1)
@@ -403,32 +438,35 @@ def attention_flash_wgmma_fwd(
                         acc[part, i] *= rescale[i >> 1 & 1]
             round_scores(p, s)
 
+        some_key = k_start < t.k_end
+        if some_key:
+            begin(t, k_start, loaded, tiles_loaded)
         while some_key:
             k_start = int32(k_start + BLOCK_N)
             while k_start < t.k_end:
                 step(False, t, before, k_start, loaded, tiles_loaded)
                 loaded = uint32(loaded + 1)
                 k_start = int32(k_start + BLOCK_N)
+            before = t
+            if not SEAMLESS:
+                finish(before, loaded)
+                loaded = uint32(loaded + 1)
             tiles_loaded = uint32(tiles_loaded + 1)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
             mbarrier_wait(uint32(q_full + 8 * slot), div(tiles_loaded, Q_STAGES) & 1)
-            t = get_tile(tile_smem, slot)
+            t = get_tile(shared, TILES_AT, slot)
             k_start = t.k_start
             if k_start >= t.k_end:
                 break
-            step(True, t, before, k_start, loaded, tiles_loaded)
-            loaded = uint32(loaded + 1)
-            before = t
+            if SEAMLESS:
+                step(True, t, before, k_start, loaded, tiles_loaded)
+                loaded = uint32(loaded + 1)
+            else:
+                begin(t, k_start, loaded, tiles_loaded)
 
         # 5 (consumers). Normalise and store
-        if some_key:
-            stage = uint32(rem(loaded, STAGES))
-            mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
-            clear_past_length(before, stage)
-            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
-            wait_for_all()
-            fence_acc(acc, 0)
-            store(before, row_max, row_sum)
+        if SEAMLESS and some_key:
+            finish(before, loaded)
         # What the producer has passed over: query tiles that see no key.
         if FEATURES & RANGE:
             start_rows()

@@ -209,17 +209,22 @@ def register_fence(N):
 
 # Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.py,
 # the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
-# the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
+# the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the
+# lower half of its descriptor.
+@cuda.jit(device=True, forceinline=True)
+def wgmma_address(shared, leading):
+    return uint32(uint32(leading >> 4) << 16 | uint32(shared & 0x3FFFF) >> 4)
+
+
+# The descriptor of what lies `offset` bytes on. No address carries out of its field, so that the
+# steps of a product are one addition apart: there is hardly time for more between two wgmmas.
 @intrinsic
-def wgmma_descriptor(_typing, _shared, _leading):
+def wgmma_descriptor(_typing, _address, _offset):
     def codegen(_context, builder, _signature, args):
-        shared, leading = args
+        address, offset = args
         swizzle_128, stride = 1 << 62, (1024 >> 4) << 32
-        start = builder.lshr(builder.and_(shared, _WORD(0x3FFFF)), _WORD(4))
-        leading = builder.zext(builder.lshr(leading, _WORD(4)), _LONG)
-        leading = builder.shl(leading, _LONG(16))
-        word = builder.or_(_LONG(swizzle_128 | stride), leading)
-        return builder.or_(word, builder.zext(start, _LONG))
+        lower = builder.add(address, builder.lshr(offset, _WORD(4)))
+        return builder.or_(_LONG(swizzle_128 | stride), builder.zext(lower, _LONG))
 
     return types.uint64(uint32, int32), codegen
 

@@ -22,6 +22,7 @@ from .ptx_sm90 import (
     mbarrier_arrive_expect_tx,
     register_fence,
     stmatrix_x4,
+    wgmma_address,
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
@@ -68,12 +69,14 @@ def start_nt(T, DEPTH, A_ROWS, B_ROWS):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, 16)
         fence(acc, 0)
         wgmma_fence()
         for d in range(DEPTH // 16):
             col, panel = (d & 3) * 32, d >> 2
-            from_a = wgmma_descriptor(uint32(a + panel * (A_ROWS * 128) + col), 16)
-            from_b = wgmma_descriptor(uint32(b + panel * (B_ROWS * 128) + col), 16)
+            from_a = wgmma_descriptor(a, panel * (A_ROWS * 128) + col)
+            from_b = wgmma_descriptor(b, panel * (B_ROWS * 128) + col)
             multiply(acc, 0, from_a, from_b, d > 0)
         wgmma_commit_group()
 
@@ -88,13 +91,14 @@ def start_rn(T, DEPTH, COLS, PARTS):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, b):
+        b = wgmma_address(b, DEPTH * 128)
         fence_acc(acc, 0)
         fence_a(a, 0)
         wgmma_fence()
         for d in range(DEPTH // 16):
             for part in range(PARTS):
-                start = uint32(b + d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128))
-                from_b = wgmma_descriptor(start, DEPTH * 128)
+                offset = d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128)
+                from_b = wgmma_descriptor(b, offset)
                 multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
         wgmma_commit_group()
 
@@ -108,11 +112,13 @@ def start_tn(T, DEPTH):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, 16)
         fence(acc, 0)
         wgmma_fence()
         for d in range(0, DEPTH, 16):
-            from_a = wgmma_descriptor(uint32(a + d * 128), 16)
-            from_b = wgmma_descriptor(uint32(b + d * 128), 16)
+            from_a = wgmma_descriptor(a, d * 128)
+            from_b = wgmma_descriptor(b, d * 128)
             multiply(acc, 0, from_a, from_b, d > 0)
         wgmma_commit_group()
 

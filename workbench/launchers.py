@@ -300,13 +300,16 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     entry = Entry(
         "attention_flash_wgmma_fwd", "attention_flash_wgmma_fwd", constants, FLASH_WGMMA_FWD
     )
-    shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
-    barriers = 2 * q_stages + 4 * stages
+    shared_memory = (
+        2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
+        + 8 * (2 * q_stages + 4 * stages)  # barriers
+        + 36 * q_stages  # what the consumers are to know of a query tile
+    )
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     launch = Launch(
-        entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
+        entry, min(tiles, MULTIPROCESSORS), tile.threads, shared_memory,
         values=_heads_at_a_time(problem, problem.heads_q),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
@@ -360,7 +363,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
             Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
             Launch(
                 entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
-                1024 + shared_memory, at_a_time,
+                shared_memory, at_a_time,
                 tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
                 dependent=True,
             ),
