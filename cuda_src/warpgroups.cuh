@@ -114,7 +114,8 @@ __device__ __forceinline__ void store_fragments(uint32 tile, int row, const uint
 }
 
 // Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-// exchange chunks of eight columns until each has whole ones.
+// exchange chunks of eight columns until each has whole ones. All exchanges come before the first
+// store, so that one's latency hides the others.
 template <typename T, int N>
 __device__ __forceinline__ void store_rows(T* out,
                                            int64 row_stride,
@@ -123,15 +124,16 @@ __device__ __forceinline__ void store_rows(T* out,
                                            int rows,
                                            int cols) {
   int lane_id = threadIdx.x % 32, quarter = lane_id % 4;
+  uint32 x[2][N / 16][4];  // of both rows, four columns apart; then the same of whole chunks
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int chunk = 0; chunk < N / 4; chunk += 4) {
-      uint32 x[4];
+    for (int n = 0; n < N / 16; ++n) {
+      uint32(&group)[4] = x[half][n];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = acc + 4 * (chunk + i) + 2 * half;
-        x[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
+        const float* pair = acc + 16 * n + 4 * i + 2 * half;
+        group[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
       }
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) {
@@ -139,19 +141,27 @@ __device__ __forceinline__ void store_rows(T* out,
         for (int i = 0; i < 4; ++i) {
           if (i & bit) continue;
           bool upper = quarter & bit;
-          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
-          (upper ? x[i] : x[i + bit]) = other;
+          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? group[i] : group[i + bit], bit);
+          (upper ? group[i] : group[i + bit]) = other;
         }
       }
-      int row = lane_id / 4 + 8 * half, col = 8 * (chunk + quarter);
-      if (row >= rows) continue;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int row = lane_id / 4 + 8 * half;
+    if (row >= rows) continue;
+#pragma unroll
+    for (int n = 0; n < N / 16; ++n) {
+      int col = 32 * n + 8 * quarter;
+      const uint32(&chunk)[4] = x[half][n];
       T* to = out + row * row_stride + col;
       if (col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (col + i < cols) to[i] = reinterpret_cast<const T*>(x)[i];
+          if (col + i < cols) to[i] = reinterpret_cast<const T*>(chunk)[i];
         }
       }
     }

@@ -291,7 +291,7 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     )
     choices = FLASH_WGMMA_TILES[True, max(dims)]
     tile = choices[0 if problem.seqlen_k > (4096 if problem.has_range else 1024) else -1]
-    q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
+    q_stages, stages = 2 if max(dims) <= 128 else 1, 4 if tile.threads == 640 else 2
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", options),
