@@ -69,6 +69,7 @@ __device__ __forceinline__ void running_softmax(float (&s)[N],
       s[i] = ex2_approx(s[i] * to_log2 - subtrahend);
       s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend);
       sum += s[i] + s[i + 1];
+      if (half == 0 && i == N / 4) pin(sum);  // here the wait for p v stands best
     }
     row_sum[half] = row_sum[half] * rescale[half] + sum;
   }
@@ -84,13 +85,12 @@ template <typename T,
           int STAGES,
           int THREADS>
 __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
-    const __grid_constant__ TensorMap q_map,  // boxes of BLOCK_M rows
-    const __grid_constant__ TensorMap k_map,  // of BLOCK_N rows
-    const __grid_constant__ TensorMap v_map,  // the same
-    T* out,                                   // (batch, heads_q, seqlen_q, head_dim_v)
-    acc_t<T>* lse,                            // (batch, heads_q, seqlen_q), contiguous
+    const __grid_constant__ TensorMap q_map,    // boxes of BLOCK_M rows
+    const __grid_constant__ TensorMap k_map,    // of BLOCK_N rows
+    const __grid_constant__ TensorMap v_map,    // the same
+    const __grid_constant__ TensorMap out_map,  // of 16 rows, a warp's
+    acc_t<T>* lse,                              // (batch, heads_q, seqlen_q), contiguous
     int* counter,  // of query tiles that blocks have taken, zeroed, or null
-    Strides out_strides,
     int64 batch,
     int64 heads_q,
     int64 heads_kv,
@@ -109,12 +109,15 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   constexpr bool SCALED = FEATURES & (SOFTCAP | ANY_SCALE);  // before the largest is looked for
   // A query tile's last step is the next one's first, if its Q can be there by then.
   constexpr bool SEAMLESS = Q_STAGES > 1;
+  // Of four consumers there is always one that has something to multiply: they take no turns.
+  constexpr bool TURNS = CONSUMERS < 4;
 
   extern __shared__ __align__(1024) char shared[];
   uint32 q_smem = shared_address(shared);
   uint32 k_smem = q_smem + Q_STAGES * Q_BYTES;
   uint32 v_smem = k_smem + STAGES * K_BYTES;
-  uint32 q_full = v_smem + STAGES * V_BYTES, q_empty = q_full + 8 * Q_STAGES;
+  uint32 out_smem = v_smem + STAGES * V_BYTES;
+  uint32 q_full = out_smem + BLOCK_M * DIMS * 2, q_empty = q_full + 8 * Q_STAGES;
   uint32 k_full = q_empty + 8 * Q_STAGES, k_empty = k_full + 8 * STAGES;
   uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
   QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared + (v_empty + 8 * STAGES - q_smem));
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       // 4 (producer). Walk over the key/value tiles
       int head_kv = uint32(t.head) / (uint32(heads_q) / uint32(heads_kv));
       for (int k_start = t.k_start; k_start < t.k_end; k_start += BLOCK_N) {
-        // 4a (producer). Load the K tile, and the V tile before it
+        // 4a (producer). Load the K and V tiles: V of the key tile before
         uint32 stage = loaded % STAGES;
         mbarrier_wait(k_empty + 8 * stage, ~(loaded / STAGES) & 1);
         load_tile<BLOCK_N, HEAD_DIM>(k_smem + stage * K_BYTES, k_map, k_full + 8 * stage, k_start,
@@ -195,9 +198,10 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same for the whole warp
   int lane_id = threadIdx.x % 32, warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;
   int first_row = warp_row + lane_id / 4, first_col = lane_id % 4 * 2;
+  uint32 out_warp = out_smem + warp_row * (DIMS * 2);
   float to_log2 = SCALED ? LOG2E : float(score.scale) * LOG2E;
   // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
-  for (int other = 0; other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
+  for (int other = 0; TURNS && other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
 
   // What step 5 does with a tile, and zeros for the next one.
   auto store = [&](const QueryTile& t, float (&acc)[PARTS][DIMS / 2], const float (&row_max)[2],
@@ -216,9 +220,20 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     int row = t.q_start + warp_row;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      store_rows(out + offset_of(out_strides, t.batch_index, t.head, row) + part * DIMS,
-                 out_strides.row, acc[part], inverse, int(seqlen_q) - row,
-                 int(head_dim_v) - part * DIMS);
+      uint32 rounded[DIMS / 4];
+#pragma unroll
+      for (int i = 0; i < DIMS / 4; ++i) {
+        const float* pair = acc[part] + 2 * i;
+        rounded[i] = cvt_rn_x2<T>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
+      }
+      if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // what was here before has left
+      __syncwarp();
+      store_fragments<16>(out_warp, 0, rounded);
+      fence_proxy_async();
+      __syncwarp();
+      if (lane_id == 0) {
+        store_tile<16, DIMS>(out_map, out_warp, part * DIMS, row, t.head, t.batch_index);
+      }
 #pragma unroll
       for (int i = 0; i < DIMS / 2; ++i) acc[part][i] = 0;
     }
@@ -232,9 +247,15 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   mbarrier_wait(q_full, 0);
   QueryTile t = tile_smem[0], before = t;
   int k_start = t.k_start;
-  auto take_turn = [&]() { bar_sync(1 + consumer, 128 * CONSUMERS); };
+  auto take_turn = [&]() {
+    if (TURNS) {
+      bar_sync(1 + consumer, 128 * CONSUMERS);
+    } else {
+      __syncwarp();  // as turns do: all lanes have seen what they waited for
+    }
+  };
   auto pass_turn = [&]() {
-    for (int i = 1; i < CONSUMERS; ++i) {
+    for (int i = 1; TURNS && i < CONSUMERS; ++i) {
       bar_arrive(1 + (consumer + i) % CONSUMERS, 128 * CONSUMERS);
     }
   };
@@ -273,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped_score<FEATURES>(score, s[i]);
     }
-    if (masked) hide<FEATURES>(s, score, t.band, t.q_start + first_row, k_start + first_col);
+    if (masked) hide<FEATURES>(s, t.band, t.q_start + first_row, k_start + first_col);
   };
   auto output_is_there = [&](uint32 stage) {
 #pragma unroll
@@ -402,4 +423,5 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     start_rows();
     if (t.k_start >= t.k_end) store(t, acc, row_max, row_sum);
   }
+  if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // shared memory ends with the block
 }

@@ -70,6 +70,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
+// Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
+// of its thread's (cp_async_bulk_commit_group).
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map,
+                                                              uint32 shared,
+                                                              int col,
+                                                              int row,
+                                                              int head,
+                                                              int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(col), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
 // ------------------------------------------------------------------------- copies of plain memory
 //
 // Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
@@ -145,6 +160,16 @@ __device__ __forceinline__ void wgmma_commit_group() {
 template <int GROUPS>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+
+// Keeps the waits that follow behind the instructions that x comes from. Without it they are moved
+// to the front, since nothing there waits for them, and what was to be done meanwhile is done
+// afterwards. No x is below -inf: nothing is ever stored.
+__device__ __forceinline__ void pin(float x) {
+  asm volatile(
+      "{.reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, %0, 0fFF800000; "
+      "mov.b32 nowhere, 0; @never st.shared.f32 [nowhere], %0;}" ::"f"(x)
+      : "memory");
 }
 
 // Keeps the compiler from moving what reads or writes these registers over this place.

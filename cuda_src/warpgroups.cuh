@@ -26,6 +26,18 @@ __device__ __forceinline__ void load_tile(uint32 tile,
   }
 }
 
+// Copies a tile to an array; what would lie outside of it is left out.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void store_tile(
+    const TensorMap& map, uint32 tile, int first_col, int row, int head, int batch_index) {
+#pragma unroll
+  for (int col = 0; col < COLS; col += 64) {
+    cp_async_bulk_tensor_4d_store(map, tile + col * ROWS * 2, first_col + col, row, head,
+                                  batch_index);
+  }
+  cp_async_bulk_commit_group();
+}
+
 // Zeros in the rows of a tile from `first` on, for products to come: written by THREADS threads,
 // who all have to call this. They meet at a barrier of the block.
 template <int ROWS, int COLS, int THREADS>

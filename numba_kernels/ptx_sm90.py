@@ -97,6 +97,16 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
+# Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
+# of its thread's (cp_async_bulk_commit_group).
+@intrinsic
+def cp_async_bulk_tensor_4d_store(_typing, _tensor_map, _shared, _col, _row, _head, _batch):
+    text = (
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
+    )
+    return _statement(text, "l,r,r,r,r,r", TensorMap, uint32, int32, int32, int32, int32)
+
+
 # ------------------------------------------------------------------------- copies of plain memory
 #
 # Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
@@ -187,6 +197,18 @@ def wgmma_wait_group(GROUPS):
         return _statement(f"wgmma.wait_group.sync.aligned {GROUPS};", "")
 
     return function
+
+
+# Keeps the waits that follow behind the instructions that x comes from. Without it they are moved
+# to the front, since nothing there waits for them, and what was to be done meanwhile is done
+# afterwards. No x is below -inf: nothing is ever stored.
+@intrinsic
+def pin(_typing, _x):
+    text = (
+        "{.reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $0, 0fFF800000; "
+        "mov.b32 nowhere, 0; @never st.shared.f32 [nowhere], $0;}"
+    )
+    return _statement(text, "f", types.float32)
 
 
 # Keeps the compiler from moving what reads or writes N registers over this place.

@@ -17,7 +17,9 @@ from .common import advance, copy16, reinterpret
 from .ptx_sm80 import cvt_rn_x2, st_shared_x4
 from .ptx_sm90 import (
     bar_sync,
+    cp_async_bulk_commit_group,
     cp_async_bulk_tensor_4d,
+    cp_async_bulk_tensor_4d_store,
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
     register_fence,
@@ -42,6 +44,18 @@ def load_tile(ROWS, COLS):
         for col in range(0, COLS, 64):
             to = uint32(tile + col * ROWS * 2)
             cp_async_bulk_tensor_4d(to, tensor_map, full, col, row, head, batch_index)
+
+    return function
+
+
+# Copies a tile to an array; what would lie outside of it is left out.
+def store_tile(ROWS, COLS):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tensor_map, tile, first_col, row, head, batch_index):
+        for col in range(0, COLS, 64):
+            source, its_col = uint32(tile + col * ROWS * 2), int32(first_col + col)
+            cp_async_bulk_tensor_4d_store(tensor_map, source, its_col, row, head, batch_index)
+        cp_async_bulk_commit_group()
 
     return function
 
