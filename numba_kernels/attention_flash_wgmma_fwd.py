@@ -375,7 +375,7 @@ def attention_flash_wgmma_fwd(
             stage = uint32(rem(loaded, STAGES))
             mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
             clear_past_length(before, stage)
-            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
+            multiply_pv(acc, p, 0, uint32(v_smem + stage * V_BYTES))
             wait_for_all()
             fence_acc(acc, 0)
             if lane_id == 0:
@@ -411,7 +411,7 @@ def attention_flash_wgmma_fwd(
                 uint32(k_smem + stage * K_BYTES),
             )  # fmt: skip
             mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
-            multiply_pv(acc, p, uint32(v_smem + v_stage * V_BYTES))
+            multiply_pv(acc, p, 0, uint32(v_smem + v_stage * V_BYTES))
             for i in range(1, CONSUMERS):
                 bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
             wait_for_scores()
