@@ -185,6 +185,14 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// A copy of registers, to be read while a product reads `x`. The compiler cannot see that it is one,
+// or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
+template <int N>
+__device__ __forceinline__ void register_copy(uint32 (&copy)[N], const uint32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(copy[i]) : "r"(x[i]));
+}
+
 // Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.cuh,
 // the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
 // the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the

@@ -377,7 +377,7 @@ def attention_flash_wgmma_fwd(
             multiply_qk(s, q_tile, uint32(k_smem + stage * K_BYTES))
 
         def start_output(stage):
-            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
+            multiply_pv(acc, p, 0, uint32(v_smem + stage * V_BYTES))
 
         def start_rows():
             for half in range(2):

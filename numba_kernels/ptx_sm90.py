@@ -229,6 +229,23 @@ def register_fence(N):
     return function
 
 
+# A copy of N registers, to be read while a product reads `x`. The compiler cannot see that it is
+# one, or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
+def register_copy(N):
+    @intrinsic
+    def function(_typing, copy, _copy_index, x, _x_index):
+        def codegen(context, builder, _signature, args):
+            target = elements(context, builder, copy, *args[:2], N)
+            for to, source in zip(target, elements(context, builder, x, *args[2:], N), strict=True):
+                word = builder.load(source)
+                builder.store(assembly(builder, _WORD, "mov.b32 $0, $1;", "=r,r", [word]), to)
+            return context.get_dummy_value()
+
+        return types.void(copy, types.int64, x, types.int64), codegen
+
+    return function
+
+
 # Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.py,
 # the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
 # the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the

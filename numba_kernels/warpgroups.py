@@ -104,16 +104,16 @@ def start_rn(T, DEPTH, COLS, PARTS):
     fence_acc, fence_a = register_fence(PARTS * (COLS // 2)), register_fence(DEPTH // 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a, b):
+    def function(acc, a, a_index, b):
         b = wgmma_address(b, DEPTH * 128)
         fence_acc(acc, 0)
-        fence_a(a, 0)
+        fence_a(a, a_index)
         wgmma_fence()
         for d in range(DEPTH // 16):
             for part in range(PARTS):
                 offset = d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128)
                 from_b = wgmma_descriptor(b, offset)
-                multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
+                multiply(acc, part * (COLS // 2), a, a_index + d * 4, from_b, True)
         wgmma_commit_group()
 
     return function
@@ -166,39 +166,48 @@ def store_fragments(ROWS, N):
 
 
 # Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-# exchange chunks of eight columns until each has whole ones.
+# exchange chunks of eight columns until each has whole ones. All exchanges come before the first
+# store, so that one's latency hides the others.
 def store_rows(T, N):
-    pair = cvt_rn_x2(T)
+    pair, WORDS = cvt_rn_x2(T), N // 2
 
     @cuda.jit(device=True, forceinline=True)
     def function(out, row_stride, acc, part, factor, rows, cols):
-        x = cuda.local.array(4, uint32)
+        # Of both rows, four columns apart; then the same of whole chunks.
+        x = cuda.local.array(WORDS, uint32)
         lane_id = uint32(cuda.threadIdx.x) & 31
         quarter = lane_id & 3
         for half in range(2):
-            for chunk in range(0, N // 4, 4):
+            for n in range(N // 16):
+                group = (half * (N // 16) + n) * 4
                 for i in range(4):
-                    at = 4 * (chunk + i) + 2 * half
-                    x[i] = pair(acc[part, at] * factor[half], acc[part, at + 1] * factor[half])
+                    at = 16 * n + 4 * i + 2 * half
+                    x[group + i] = pair(
+                        acc[part, at] * factor[half], acc[part, at + 1] * factor[half]
+                    )
                 for bit in range(1, 3):
                     upper = quarter & bit != 0
                     for i in range(4):
                         if not i & bit:
-                            given = int32(x[i] if upper else x[i + bit])
+                            first, second = group + i, group + i + bit
+                            given = int32(x[first] if upper else x[second])
                             other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
                             if upper:
-                                x[i] = other
+                                x[first] = other
                             else:
-                                x[i + bit] = other
-                row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
-                if row < rows:
+                                x[second] = other
+        for half in range(2):
+            row = int32((lane_id >> 2) + 8 * half)
+            if row < rows:
+                for n in range(N // 16):
+                    col, chunk = int32(32 * n + 8 * quarter), (half * (N // 16) + n) * 4
                     to = advance(out, row * row_stride + col)
                     if int32(col + 8) <= cols:
-                        copy16(reinterpret(uint32, to), 0, x, 0)
+                        copy16(reinterpret(uint32, to), 0, x, chunk)
                     else:
                         elements = reinterpret(T, x)
                         for i in range(8):
                             if int32(col + i) < cols:
-                                to[i] = elements[i]
+                                to[i] = elements[2 * chunk + i]
 
     return function
