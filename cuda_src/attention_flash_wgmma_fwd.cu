@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   };
   auto unmasked = [&]() {
     int q_first = t.q_start + consumer * 64;
-    return tile_is_unmasked<FEATURES>(t.band, q_first, min(q_first + 64, t.band.q_length), k_start,
+    return tile_is_unmasked<FEATURES>(t.band, q_first, min(q_first + 64, int(seqlen_q)), k_start,
                                       k_start + BLOCK_N);
   };
   auto scores_are_there = [&](uint32 stage, bool masked) __attribute__((always_inline)) {

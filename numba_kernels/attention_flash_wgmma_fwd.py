@@ -396,7 +396,7 @@ def attention_flash_wgmma_fwd(
 
         def unmasked(t, k_start):
             q_first = int32(t.q_start + consumer * 64)
-            q_last = int32(min(q_first + 64, t.band.q_length))
+            q_last = int32(min(q_first + 64, seqlen_q))
             k_end = int32(k_start + BLOCK_N)
             return tile_is_unmasked(FEATURES, t.band, q_first, q_last, k_start, k_end)
 
