@@ -160,12 +160,17 @@ def test_tiles_of_hopper(
     """Two blocks that walk over several query tiles each, some of which see no key."""
     monkeypatch.setattr(launchers, "MULTIPROCESSORS", 2)
     monkeypatch.setitem(launchers.FLASH_WGMMA_TILES, (True, head_dim), (tile,))
-    for options in ({}, {"softcap": 0.75, "kv_lengths": [2 * tile.block_n - 3, tile.block_n + 9]}):
-        e = random_example(
-            15, dtype="bfloat16", batch=2, heads_q=2, heads_kv=1, head_dim=head_dim, causal=True,
-            seqlen_q=2 * tile.block_m + 9, seqlen_k=2 * tile.block_n - 3, backward=False,
-            q_lengths=[2 * tile.block_m + 9, 20], **options,
-        )  # fmt: skip
+    rows, keys = 2 * tile.block_m + 9, 2 * tile.block_n - 3
+    for options in (
+        {},
+        {"softcap": 0.75, "kv_lengths": [keys, tile.block_n + 9]},
+        {"seqlen_k": rows, "window": (tile.block_m, None)},  # rows of a tile end at many key tiles
+    ):
+        problem: dict[str, Any] = {
+            "batch": 2, "heads_q": 2, "heads_kv": 1, "head_dim": head_dim, "causal": True,
+            "seqlen_q": rows, "seqlen_k": keys, "q_lengths": [rows, 20],
+        }  # fmt: skip
+        e = random_example(15, dtype="bfloat16", backward=False, **problem | options)
         check(e, backend=f"{language}-simulator", kernel="attention_flash_wgmma")
 
 
@@ -182,6 +187,9 @@ WALK = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seqlen_q": 140, "seqlen_k": 30
         # Lengths that end in, with and in front of a tile of 128 keys, the last and the only one.
         {"kv_lengths": [255, 256]},
         {"kv_lengths": [1, 0]},
+        # Rows that see nothing beside rows that see everything.
+        {"q_lengths": [70, 3]},
+        {"q_lengths": [70, 3], "kv_lengths": [300, 255]},
         {"kv_lengths": [127, 129], "q_lengths": [140, 3], "window": (20, 30), "head_dim_v": 104},
         {"softcap": 0.75},
         {"softcap": 30.0, "scale": 2.0},

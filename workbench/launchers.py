@@ -292,7 +292,8 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
         | KV_LENGTHS * problem.has_kv_lengths
     )
     choices = FLASH_WGMMA_TILES[True, max(dims)]
-    tile = choices[-1 if problem.has_range and problem.seqlen_k <= 2048 else 0]
+    few_keys = 2048 if problem.has_range else 256
+    tile = choices[-1 if problem.seqlen_k <= few_keys else 0]
     q_stages, stages = 2 if max(dims) <= 128 else 1, 4 if tile.threads == 640 else 2
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -680,8 +681,8 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
-# (forward, larger padded head_dim) -> tiles, and others for few keys of which not all are seen; a
-# warpgroup of producers and one of consumers for each 64 rows.
+# (forward, larger padded head_dim) -> tiles, and others for few keys; a warpgroup of producers and
+# one of consumers for each 64 rows.
 FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(256, 64, 640, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
