@@ -136,5 +136,9 @@ __device__ __forceinline__ void store16(T* target, const X* x) {
   Vec16<T> vec;
 #pragma unroll
   for (int i = 0; i < vec_length<T>(); ++i) vec.elements[i] = T(x[i]);
-  *reinterpret_cast<uint4*>(target) = vec.bits;
+  if constexpr (sizeof(T) == 2) {  // an assignment may become four stores of two elements
+    __stwb(reinterpret_cast<uint4*>(target), vec.bits);
+  } else {
+    *reinterpret_cast<uint4*>(target) = vec.bits;
+  }
 }

@@ -169,7 +169,7 @@ __device__ __forceinline__ void store_rows(T* out,
       const uint32(&chunk)[4] = x[half][n];
       T* to = out + row * row_stride + col;
       if (col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+        __stwb(reinterpret_cast<uint4*>(to), make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]));
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
