@@ -4,76 +4,21 @@
 //
 // As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
 // accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
-// as the consumers empty it, from one query tile on to the next without a break. And products are
-// wgmmas, which run in the background: a consumer starts the next scores, then the product of p
-// with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
-// cores. A block stays on its multiprocessor and takes query tiles in turn; where they differ in
-// length from a counter, the longest ones first.
+// as the consumers empty it. And products are wgmmas, which run in the background: a consumer starts
+// the next scores, then the product of p with the last V, and takes its softmax while the latter
+// runs. Where there is room for two Q tiles, the next scores may be another query tile's. Two or
+// three consumers take turns at the tensor cores. A block stays on its multiprocessor and takes query
+// tiles in turn; where they differ in length from a counter, the longest ones first.
 //
 // Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
-//                rows each; a block walks over query tiles
+//                rows each, up to the last key that these see; a block walks over query tiles
 // Shared memory: the Q tiles and a ring of STAGES tiles of K and of V, each with a barrier that
-//                says it is full and one that says it is empty
+//                says it is full and one that says it is empty; 16 rows of output a warp
 // Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 // Twin:          numba_kernels/attention_flash_wgmma_fwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
-#include "scores.cuh"
+#include "query_tiles.cuh"
 #include "warpgroups.cuh"
-
-// A query tile, the keys that some row of it sees, and which ones a row sees.
-struct QueryTile {
-  int batch_index, head, q_start, k_start, k_end;
-  KeyRange band;
-};
-
-template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
-__device__ __forceinline__ QueryTile query_tile(uint32 tile,
-                                                uint32 tiles,
-                                                const ScoreParams<Acc>& score,
-                                                int64 heads_q,
-                                                int64 seqlen_q,
-                                                int64 seqlen_k,
-                                                int64 heads_at_a_time) {
-  uint32 tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M));
-  HeadTile at = head_tile(tile, tiles_q, tiles / tiles_q, uint32(heads_at_a_time));
-  QueryTile t;
-  t.batch_index = at.head / uint32(heads_q);
-  t.head = at.head % uint32(heads_q);
-  t.q_start = (tiles_q - 1 - at.tile) * BLOCK_M;
-  t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
-  t.k_start = first_key<FEATURES>(t.band, t.q_start) / BLOCK_N * BLOCK_N;
-  t.k_end = last_key<FEATURES>(t.band, t.q_start + BLOCK_M);
-  return t;
-}
-
-// s becomes p; rescale is what the sums so far have to be multiplied by.
-// All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
-template <int N>
-__device__ __forceinline__ void running_softmax(float (&s)[N],
-                                                float (&row_max)[2],
-                                                float (&row_sum)[2],
-                                                float (&rescale)[2],
-                                                float to_log2) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float tile_max = -INF;
-#pragma unroll
-    for (int i = 2 * half; i < N; i += 4) tile_max = max(tile_max, max(s[i], s[i + 1]));
-    float new_max = max(row_max[half], warp_max<4>(tile_max) * to_log2);
-    float subtrahend = finite_or_zero(new_max);
-    rescale[half] = ex2_approx(row_max[half] - subtrahend);
-    row_max[half] = new_max;
-    float sum = 0;
-#pragma unroll
-    for (int i = 2 * half; i < N; i += 4) {
-      s[i] = ex2_approx(s[i] * to_log2 - subtrahend);
-      s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend);
-      sum += s[i] + s[i + 1];
-      if (half == 0 && i == N / 4) pin(sum);  // here the wait for p v stands best
-    }
-    row_sum[half] = row_sum[half] * rescale[half] + sum;
-  }
-}
 
 template <typename T,
           int BLOCK_M,
@@ -122,9 +67,9 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
   QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared + (v_empty + 8 * STAGES - q_smem));
   if (threadIdx.x == 0) {
-    for (uint32 full = q_full; full < q_empty; full += 8) {
-      mbarrier_init(full, 1);
-      mbarrier_init(full + 8 * Q_STAGES, 4 * CONSUMERS);  // one arrival a warp
+    for (int slot = 0; slot < Q_STAGES; ++slot) {
+      mbarrier_init(q_full + 8 * slot, 1);
+      mbarrier_init(q_empty + 8 * slot, 4 * CONSUMERS);  // one arrival a warp
     }
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(k_full + 8 * stage, 1);
@@ -167,8 +112,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       // To wait for an empty slot is to wait for the phase before: a fresh barrier has had it.
       if (!SEAMLESS) load_v();
       uint32 slot = tiles_loaded % Q_STAGES;
-      mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded / Q_STAGES) & 1);
-      ++tiles_loaded;
+      mbarrier_wait(q_empty + 8 * slot, ~(tiles_loaded++ / Q_STAGES) & 1);
       tile_smem[slot] = t;  // which spares the consumers the divisions
       load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * Q_BYTES, q_map, q_full + 8 * slot, t.q_start,
                                    t.head, t.batch_index);
@@ -217,23 +161,10 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
             (row_max[half] + lg2_approx(sum)) * LN2;
       }
     }
-    int row = t.q_start + warp_row;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      uint32 rounded[DIMS / 4];
-#pragma unroll
-      for (int i = 0; i < DIMS / 4; ++i) {
-        const float* pair = acc[part] + 2 * i;
-        rounded[i] = cvt_rn_x2<T>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
-      }
-      if (lane_id == 0) cp_async_bulk_wait_group_read<0>();  // what was here before has left
-      __syncwarp();
-      store_fragments<16>(out_warp, 0, rounded);
-      fence_proxy_async();
-      __syncwarp();
-      if (lane_id == 0) {
-        store_tile<16, DIMS>(out_map, out_warp, part * DIMS, row, t.head, t.batch_index);
-      }
+      send_rows<T>(out_map, out_warp, acc[part], inverse, part * DIMS, t.q_start + warp_row, t.head,
+                   t.batch_index);
 #pragma unroll
       for (int i = 0; i < DIMS / 2; ++i) acc[part][i] = 0;
     }
@@ -274,18 +205,9 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
 #pragma unroll
     for (int half = 0; half < 2; ++half) row_max[half] = -INF, row_sum[half] = 0;
   };
-  // Where the keys end that our rows see: in the first key tile at the earliest. With lengths
-  // everybody stays to the last key tile, which everybody has to clear.
-  auto own_end = [&]() {
-    int q_first = t.q_start + consumer * 64;
-    if (FEATURES & KV_LENGTHS) return t.k_end;
-    if (q_first >= t.band.q_length) return t.k_start + 1;
-    return max(t.k_start + 1, last_key<FEATURES>(t.band, q_first + 64));
-  };
   auto unmasked = [&]() {
-    int q_first = t.q_start + consumer * 64;
-    return tile_is_unmasked<FEATURES>(t.band, q_first, min(q_first + 64, int(seqlen_q)), k_start,
-                                      k_start + BLOCK_N);
+    int q_first = t.q_start + consumer * 64, q_last = min(q_first + 64, int(seqlen_q));
+    return tile_is_unmasked<FEATURES>(t.band, q_first, q_last, k_start, k_start + BLOCK_N);
   };
   auto scores_are_there = [&](uint32 stage, bool masked) __attribute__((always_inline)) {
     register_fence(s);
@@ -396,7 +318,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     } else {
       begin();
     }
-    int k_end = own_end();
+    // With lengths everybody stays to the last key tile, which everybody has to clear.
+    int k_end = FEATURES & KV_LENGTHS ? t.k_end : own_end<FEATURES>(t, t.q_start + consumer * 64);
     for (k_start += BLOCK_N; k_start < k_end; k_start += BLOCK_N) {
       if (unmasked()) {
         step(false, false);

@@ -70,8 +70,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
-// Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
-// of its thread's (cp_async_bulk_commit_group).
+// Copies a box the other way, without what would lie outside of the array. The copy belongs to a
+// group of its thread's (cp_async_bulk_commit_group).
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map,
                                                               uint32 shared,
                                                               int col,
@@ -185,8 +185,8 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// A copy of registers, to be read while a product reads `x`. The compiler cannot see that it is one,
-// or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
+// A copy of registers, to be read while a product reads `x`. The compiler cannot see that it is
+// one, or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
 template <int N>
 __device__ __forceinline__ void register_copy(uint32 (&copy)[N], const uint32 (&x)[N]) {
 #pragma unroll

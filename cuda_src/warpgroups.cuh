@@ -1,4 +1,4 @@
-// Tiles that the copy engine of sm_90 brings, and products of warpgroups with them.
+// Tiles that the copy engine of sm_90 moves, and products of warpgroups with them.
 // Twin: numba_kernels/warpgroups.py
 //
 // A tile of ROWS x COLS lies in shared memory as COLS / 64 panels of ROWS x 64, each row of a panel
@@ -10,6 +10,7 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
+#include "scores.cuh"
 
 // Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
 template <int ROWS, int COLS>
@@ -28,8 +29,12 @@ __device__ __forceinline__ void load_tile(uint32 tile,
 
 // Copies a tile to an array; what would lie outside of it is left out.
 template <int ROWS, int COLS>
-__device__ __forceinline__ void store_tile(
-    const TensorMap& map, uint32 tile, int first_col, int row, int head, int batch_index) {
+__device__ __forceinline__ void store_tile(const TensorMap& map,
+                                           uint32 tile,
+                                           int first_col,
+                                           int row,
+                                           int head,
+                                           int batch_index) {
 #pragma unroll
   for (int col = 0; col < COLS; col += 64) {
     cp_async_bulk_tensor_4d_store(map, tile + col * ROWS * 2, first_col + col, row, head,
@@ -106,6 +111,35 @@ __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
   wgmma_commit_group();
 }
 
+// s becomes p; rescale is what the sums so far have to be multiplied by.
+// All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
+template <int N>
+__device__ __forceinline__ void running_softmax(float (&s)[N],
+                                                float (&row_max)[2],
+                                                float (&row_sum)[2],
+                                                float (&rescale)[2],
+                                                float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float tile_max = -INF;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += 4) tile_max = max(tile_max, max(s[i], s[i + 1]));
+    float new_max = max(row_max[half], warp_max<4>(tile_max) * to_log2);
+    float subtrahend = finite_or_zero(new_max);
+    rescale[half] = ex2_approx(row_max[half] - subtrahend);
+    row_max[half] = new_max;
+    float sum = 0;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += 4) {
+      s[i] = ex2_approx(s[i] * to_log2 - subtrahend);
+      s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend);
+      sum += s[i] + s[i + 1];
+      if (half == 0 && i == N / 4) pin(sum);  // here the wait for p v stands best
+    }
+    row_sum[half] = row_sum[half] * rescale[half] + sum;
+  }
+}
+
 // Rounds accumulators to T: then they are fragments of an operand.
 template <typename T, int N>
 __device__ __forceinline__ void round_fragments(uint32 (&x)[N], const float (&acc)[2 * N]) {
@@ -123,6 +157,32 @@ __device__ __forceinline__ void store_fragments(uint32 tile, int row, const uint
     int chunk = i / 2 + lane_id / 16;
     stmatrix_x4(tile + chunk / 8 * (ROWS * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16, x + i);
   }
+}
+
+// Sixteen rows of accumulators, times their factors, to an array from `col` on, through shared
+// memory of the warp's own. That this has been read is for the caller to await in the end
+// (cp_async_bulk_wait_group_read).
+template <typename T, int N>
+__device__ __forceinline__ void send_rows(const TensorMap& map,
+                                          uint32 shared,
+                                          const float (&acc)[N],
+                                          const float (&factor)[2],
+                                          int col,
+                                          int row,
+                                          int head,
+                                          int batch_index) {
+  uint32 rounded[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    rounded[i] = cvt_rn_x2<T>(acc[2 * i] * factor[i % 2], acc[2 * i + 1] * factor[i % 2]);
+  }
+  bool first = threadIdx.x % 32 == 0;
+  if (first) cp_async_bulk_wait_group_read<0>();  // what was here before has left
+  __syncwarp();
+  store_fragments<16>(shared, 0, rounded);
+  fence_proxy_async();
+  __syncwarp();
+  if (first) store_tile<16, N * 2>(map, shared, col, row, head, batch_index);
 }
 
 // Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they

@@ -4,60 +4,40 @@
 
 As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
 accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
-as the consumers empty it, from one query tile on to the next without a break. And products are
-wgmmas, which run in the background: a consumer starts the next scores, then the product of p
-with the last V, and takes its softmax while the latter runs. Consumers take turns at the tensor
-cores. A block stays on its multiprocessor and takes query tiles in turn; where they differ in
-length from a counter, the longest ones first.
+as the consumers empty it. And products are wgmmas, which run in the background: a consumer starts
+the next scores, then the product of p with the last V, and takes its softmax while the latter
+runs. Where there is room for two Q tiles, the next scores may be another query tile's. Two or
+three consumers take turns at the tensor cores. A block stays on its multiprocessor and takes query
+tiles in turn; where they differ in length from a counter, the longest ones first.
 
 Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
-               rows each; a block walks over query tiles
+               rows each, up to the last key that these see; a block walks over query tiles
 Shared memory: the Q tiles and a ring of STAGES tiles of K and of V, each with a barrier that
-               says it is full and one that says it is empty
+               says it is full and one that says it is empty; 16 rows of output a warp
 Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 Twin:          cuda_src/attention_flash_wgmma_fwd.cu
 Launched by:   workbench/launchers.py, attention_flash_wgmma
 """
 
-from collections import namedtuple
-
 from numba import cuda
 from numba.cuda import types
 
-from .common import (
-    INF,
-    LN2,
-    LOG2E,
-    cdiv,
-    div,
-    head_tile,
-    rem,
-    warp_max,
-    warp_sum,
-)
-from .ptx_sm80 import (
-    atom_inc,
-    cvt_rn_x2,
-    ex2_approx,
-    lg2_approx,
-    rcp_approx,
-    shared_address,
-)
+from .common import INF, LN2, LOG2E, cdiv, div, rem, warp_sum
+from .ptx_sm80 import atom_inc, lg2_approx, rcp_approx, shared_address
 from .ptx_sm90 import (
     bar_arrive,
     bar_sync,
     cp_async_bulk_wait_group_read,
     fence_mbarrier_init,
-    fence_proxy_async,
     mbarrier_arrive,
     mbarrier_init,
     mbarrier_wait,
-    pin,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
     wgmma_wait_group,
 )
+from .query_tiles import QueryTile, get_tile, own_end, put_tile, query_tile
 from .scores import (
     ANY_SCALE,
     KV_LENGTHS,
@@ -65,89 +45,20 @@ from .scores import (
     SOFTCAP,
     KeyRange,
     capped_score,
-    finite_or_zero,
-    first_key,
     hide,
-    key_range,
-    last_key,
     tile_is_unmasked,
 )
 from .warpgroups import (
     clear_rows,
     load_tile,
     round_fragments,
+    running_softmax,
+    send_rows,
     start_nt,
     start_rn,
-    store_fragments,
-    store_tile,
 )
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
-
-# A query tile, the keys that some row of it sees, and which ones a row sees.
-QueryTile = namedtuple("QueryTile", "batch_index head q_start k_start k_end band")
-
-TILE_WORDS = 9  # of a QueryTile in shared memory
-
-
-@cuda.jit(device=True, forceinline=True)
-def query_tile(
-    BLOCK_M, BLOCK_N, FEATURES, tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time
-):
-    tiles_q = uint32(cdiv(uint32(seqlen_q), BLOCK_M))
-    heads_total = uint32(div(tiles, tiles_q))
-    head, tile = head_tile(tile, tiles_q, heads_total, uint32(heads_at_a_time))
-    batch_index = int32(div(head, uint32(heads_q)))
-    head = int32(rem(head, uint32(heads_q)))
-    q_start = int32((tiles_q - 1 - tile) * BLOCK_M)
-    band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
-    k_start = int32(div(first_key(FEATURES, band, q_start), BLOCK_N) * BLOCK_N)
-    k_end = last_key(FEATURES, band, int32(q_start + BLOCK_M))
-    return QueryTile(batch_index, head, q_start, k_start, k_end, band)
-
-
-@cuda.jit(device=True, forceinline=True)
-def put_tile(words, start, slot, t):
-    at = start + slot * TILE_WORDS
-    words[at], words[at + 1], words[at + 2] = t.batch_index, t.head, t.q_start
-    words[at + 3], words[at + 4] = t.k_start, t.k_end
-    words[at + 5], words[at + 6] = t.band.lo, t.band.hi
-    words[at + 7], words[at + 8] = t.band.q_length, t.band.kv_length
-
-
-@cuda.jit(device=True, forceinline=True)
-def get_tile(words, start, slot):
-    at = start + slot * TILE_WORDS
-    band = KeyRange(words[at + 5], words[at + 6], words[at + 7], words[at + 8])
-    return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
-
-
-# s becomes p; rescale is what the sums so far have to be multiplied by.
-# All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
-def running_softmax(N):
-    @cuda.jit(device=True, forceinline=True)
-    def function(s, row_max, row_sum, rescale, to_log2):
-        for half in range(2):
-            tile_max = float32(-INF)
-            for n in range(N // 4):
-                i = 4 * n + 2 * half
-                pair_max = max(s[i], s[i + 1])
-                tile_max = max(tile_max, pair_max)
-            new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
-            subtrahend = finite_or_zero(new_max)
-            rescale[half] = ex2_approx(row_max[half] - subtrahend)
-            row_max[half] = new_max
-            total = float32(0)
-            for n in range(N // 4):
-                i = 4 * n + 2 * half
-                s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
-                s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
-                total += s[i] + s[i + 1]
-                if half == 0 and i == N // 4:
-                    pin(total)  # here the wait for p v stands best
-            row_sum[half] = row_sum[half] * rescale[half] + total
-
-    return function
 
 
 def attention_flash_wgmma_fwd(
@@ -168,7 +79,7 @@ def attention_flash_wgmma_fwd(
     OUT_BYTES = BLOCK_M * DIMS * 2
     # Words of shared memory before those that say what a query tile is.
     TILES_AT = (Q_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) + OUT_BYTES + 8 * BARRIERS) // 4
-    ACC, OUT, SCORES, P = (PARTS, DIMS // 2), DIMS // 4, BLOCK_N // 2, BLOCK_N // 4
+    ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
 
     give_registers = setmaxnreg_dec(32 if CONSUMERS == 3 else 24)
     take_registers = setmaxnreg_inc((240, 160, 112)[CONSUMERS - 2])
@@ -180,8 +91,7 @@ def attention_flash_wgmma_fwd(
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
     clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
-    round_scores, pair = round_fragments(T, P), cvt_rn_x2(T)
-    share_out, store_out = store_fragments(16, OUT), store_tile(16, DIMS)
+    round_scores, send = round_fragments(T, P), send_rows(T, DIMS // 2)
     wait_for_reads = cp_async_bulk_wait_group_read(0)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -320,7 +230,6 @@ def attention_flash_wgmma_fwd(
         done_max = cuda.local.array(2, float32)
         done_sum = cuda.local.array(2, float32)
         inverse = cuda.local.array(2, float32)
-        rounded = cuda.local.array(OUT, uint32)
         acc = cuda.local.array(ACC, float32)
         s = cuda.local.array(SCORES, float32)
         p = cuda.local.array(P, uint32)  # of the key tile before, until it is multiplied by its V
@@ -342,18 +251,7 @@ def attention_flash_wgmma_fwd(
                     lse[at] = (row_max[half] + lg2_approx(total)) * float32(LN2)
             row = int32(t.q_start + warp_row)
             for part in range(PARTS):
-                for i in range(OUT):
-                    factor = inverse[i & 1]
-                    first, second = acc[part, 2 * i], acc[part, 2 * i + 1]
-                    rounded[i] = pair(first * factor, second * factor)
-                if lane_id == 0:
-                    wait_for_reads()  # what was here before has left
-                cuda.syncwarp()
-                share_out(out_warp, 0, rounded)
-                fence_proxy_async()
-                cuda.syncwarp()
-                if lane_id == 0:
-                    store_out(out_map, out_warp, int32(part * DIMS), row, t.head, t.batch_index)
+                send(out_map, out_warp, acc, part, inverse, part * DIMS, row, t.head, t.batch_index)
                 for i in range(DIMS // 2):
                     acc[part, i] = 0
 
@@ -383,16 +281,6 @@ def attention_flash_wgmma_fwd(
             for half in range(2):
                 row_max[half] = -INF
                 row_sum[half] = 0
-
-        # Where the keys end that our rows see: in the first key tile at the earliest. With lengths
-        # everybody stays to the last key tile, which everybody has to clear.
-        def own_end(t):
-            q_first = int32(t.q_start + consumer * 64)
-            if FEATURES & KV_LENGTHS:
-                return int32(t.k_end)
-            if q_first >= t.band.q_length:
-                return int32(t.k_start + 1)
-            return int32(max(t.k_start + 1, last_key(FEATURES, t.band, int32(q_first + 64))))
 
         def unmasked(t, k_start):
             q_first = int32(t.q_start + consumer * 64)
@@ -513,7 +401,10 @@ def attention_flash_wgmma_fwd(
             else:
                 begin(t, k_start, loaded, tiles_loaded)
                 p_is_left = True
-            k_end = own_end(t)
+            # With lengths everybody stays to the last key tile, which everybody has to clear.
+            k_end = int32(t.k_end)
+            if not FEATURES & KV_LENGTHS:
+                k_end = own_end(FEATURES, t, int32(t.q_start + consumer * 64))
             k_start = int32(k_start + BLOCK_N)
             while k_start < k_end:
                 if unmasked(t, k_start):

@@ -97,8 +97,8 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
-# Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
-# of its thread's (cp_async_bulk_commit_group).
+# Copies a box the other way, without what would lie outside of the array. The copy belongs to a
+# group of its thread's (cp_async_bulk_commit_group).
 @intrinsic
 def cp_async_bulk_tensor_4d_store(_typing, _tensor_map, _shared, _col, _row, _head, _batch):
     text = (

@@ -1,4 +1,4 @@
-"""Tiles that the copy engine of sm_90 brings, and products of warpgroups with them.
+"""Tiles that the copy engine of sm_90 moves, and products of warpgroups with them.
 
 A tile of ROWS x COLS lies in shared memory as COLS / 64 panels of ROWS x 64, each row of a panel
 in 128 bytes and swizzled as in fragments.cuh:
@@ -13,15 +13,17 @@ Twin: cuda_src/warpgroups.cuh.
 from numba import cuda
 from numba.cuda import types
 
-from .common import advance, copy16, reinterpret
-from .ptx_sm80 import cvt_rn_x2, st_shared_x4
+from .common import INF, advance, copy16, reinterpret, warp_max
+from .ptx_sm80 import cvt_rn_x2, ex2_approx, st_shared_x4
 from .ptx_sm90 import (
     bar_sync,
     cp_async_bulk_commit_group,
     cp_async_bulk_tensor_4d,
     cp_async_bulk_tensor_4d_store,
+    cp_async_bulk_wait_group_read,
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
+    pin,
     register_fence,
     stmatrix_x4,
     wgmma_address,
@@ -32,8 +34,9 @@ from .ptx_sm90 import (
     wgmma_ss,
     wgmma_ss_trans,
 )
+from .scores import finite_or_zero
 
-int32, uint32 = types.int32, types.uint32
+float32, int32, uint32 = types.float32, types.int32, types.uint32
 
 
 # Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
@@ -139,6 +142,34 @@ def start_tn(T, DEPTH):
     return function
 
 
+# s becomes p; rescale is what the sums so far have to be multiplied by.
+# All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
+def running_softmax(N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, row_max, row_sum, rescale, to_log2):
+        for half in range(2):
+            tile_max = float32(-INF)
+            for n in range(N // 4):
+                i = 4 * n + 2 * half
+                pair_max = max(s[i], s[i + 1])
+                tile_max = max(tile_max, pair_max)
+            new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
+            subtrahend = finite_or_zero(new_max)
+            rescale[half] = ex2_approx(row_max[half] - subtrahend)
+            row_max[half] = new_max
+            total = float32(0)
+            for n in range(N // 4):
+                i = 4 * n + 2 * half
+                s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
+                s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
+                total += s[i] + s[i + 1]
+                if half == 0 and i == N // 4:
+                    pin(total)  # here the wait for p v stands best
+            row_sum[half] = row_sum[half] * rescale[half] + total
+
+    return function
+
+
 # Rounds accumulators to T: then they are fragments of an operand.
 def round_fragments(T, N):
     pair = cvt_rn_x2(T)
@@ -161,6 +192,33 @@ def store_fragments(ROWS, N):
             chunk = (i >> 1) + (lane_id >> 4)
             at = (chunk >> 3) * (ROWS * 128) + row * 128 + ((chunk & 7) ^ (row & 7)) * 16
             stmatrix_x4(uint32(tile + at), x, i)
+
+    return function
+
+
+# Sixteen rows of accumulators, times their factors, to an array from `col` on, through shared
+# memory of the warp's own. That this has been read is for the caller to await in the end
+# (cp_async_bulk_wait_group_read).
+def send_rows(T, N):
+    PAIRS = N // 2
+    pair, wait_for_reads = cvt_rn_x2(T), cp_async_bulk_wait_group_read(0)
+    share, send = store_fragments(16, PAIRS), store_tile(16, N * 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(tensor_map, shared, acc, part, factor, col, row, head, batch_index):
+        rounded = cuda.local.array(PAIRS, uint32)
+        for i in range(PAIRS):
+            its_factor = factor[i & 1]
+            rounded[i] = pair(acc[part, 2 * i] * its_factor, acc[part, 2 * i + 1] * its_factor)
+        first = uint32(cuda.threadIdx.x) & 31 == 0
+        if first:
+            wait_for_reads()  # what was here before has left
+        cuda.syncwarp()
+        share(shared, 0, rounded)
+        fence_proxy_async()
+        cuda.syncwarp()
+        if first:
+            send(tensor_map, shared, col, row, head, batch_index)
 
     return function
 

@@ -1,0 +1,40 @@
+// Query tiles that a block takes in turn, and what it has to know of each.
+// Twin: numba_kernels/query_tiles.py
+#pragma once
+
+#include "scores.cuh"
+
+// A query tile, the keys that some row of it sees, and which ones a row sees.
+struct QueryTile {
+  int batch_index, head, q_start, k_start, k_end;
+  KeyRange band;
+};
+
+// The tile-th one: of each head the longest come first (common.cuh, head_tile).
+template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
+__device__ __forceinline__ QueryTile query_tile(uint32 tile,
+                                                uint32 tiles,
+                                                const ScoreParams<Acc>& score,
+                                                int64 heads_q,
+                                                int64 seqlen_q,
+                                                int64 seqlen_k,
+                                                int64 heads_at_a_time) {
+  uint32 tiles_q = cdiv(uint32(seqlen_q), uint32(BLOCK_M));
+  HeadTile at = head_tile(tile, tiles_q, tiles / tiles_q, uint32(heads_at_a_time));
+  QueryTile t;
+  t.batch_index = at.head / uint32(heads_q);
+  t.head = at.head % uint32(heads_q);
+  t.q_start = (tiles_q - 1 - at.tile) * BLOCK_M;
+  t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
+  t.k_start = first_key<FEATURES>(t.band, t.q_start) / BLOCK_N * BLOCK_N;
+  t.k_end = last_key<FEATURES>(t.band, t.q_start + BLOCK_M);
+  return t;
+}
+
+// Where the keys end that 64 rows of a tile see, from row q_first on: in the tile's first key tile
+// at the earliest.
+template <int FEATURES>
+__device__ __forceinline__ int own_end(const QueryTile& t, int q_first) {
+  if (q_first >= t.band.q_length) return t.k_start + 1;
+  return max(t.k_start + 1, last_key<FEATURES>(t.band, q_first + 64));
+}
