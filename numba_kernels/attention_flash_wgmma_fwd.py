@@ -4,11 +4,11 @@
 
 As attention_flash_mma_fwd, with two differences. Tiles are copied by the tensor memory
 accelerator, which one thread, the producer, keeps busy: it fills a ring of K and V tiles as fast
-as the consumers empty it. And products are wgmmas, which run in the background: a consumer starts
-the next scores, then the product of p with the last V, and takes its softmax while the latter
-runs. Where there is room for two Q tiles, the next scores may be another query tile's. Two or
-three consumers take turns at the tensor cores. A block stays on its multiprocessor and takes query
-tiles in turn; where they differ in length from a counter, the longest ones first.
+as the consumers empty it. And products are wgmmas, which run in the background: a consumer
+starts the next scores, then the product of p with the last V, and takes its softmax while the
+latter runs. Where there is room for two Q tiles, the next scores may be another query tile's.
+Two or three consumers take turns at the tensor cores. A block stays on its multiprocessor and
+takes query tiles in turn; where they differ in length from a counter, the longest ones first.
 
 Work split:    a warpgroup of producers, of which one thread works, and consumers of 64 query
                rows each, up to the last key that these see; a block walks over query tiles
