@@ -169,8 +169,8 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading) {
 }
 
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis
-// along their rows; or a is in registers, as those of mma_m16n8k16, and b has the sums' axis down
-// its columns. Without `accumulate` what acc held is forgotten.
+// along their rows; or b has the sums' axis down its columns, and a is in shared memory still, or in
+// registers, as those of mma_m16n8k16. Without `accumulate` what acc held is forgotten.
 template <typename T, int N>
 struct Wgmma;
 
@@ -199,6 +199,17 @@ struct Wgmma;
                    ", 0; "                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES   \
                    "}, %" A0 ", %" A1 ", accumulate, 1, 1, 0, 0;}"                              \
+                   : ACC()                                                                      \
+                   : "l"(a), "l"(b), "r"(int(accumulate)));                                     \
+    }                                                                                           \
+    static __device__ __forceinline__ void ss_trans_b(float (&acc)[N / 2],                      \
+                                                      uint64 a,                                 \
+                                                      uint64 b,                                 \
+                                                      bool accumulate) {                        \
+      asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %" A2                       \
+                   ", 0; "                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES   \
+                   "}, %" A0 ", %" A1 ", accumulate, 1, 1, 0, 1;}"                              \
                    : ACC()                                                                      \
                    : "l"(a), "l"(b), "r"(int(accumulate)));                                     \
     }                                                                                           \

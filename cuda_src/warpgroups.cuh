@@ -76,6 +76,20 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   wgmma_commit_group();
 }
 
+// Starts acc += sum over d < DEPTH of a[row][d] * b[d][col], for 64 rows of a panel of a, which has
+// the sums' axis along its rows, and COLS columns of b.
+template <typename T, int DEPTH, int COLS>
+__device__ __forceinline__ void start_nn(float (&acc)[COLS / 2], uint32 a, uint32 b) {
+  register_fence(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d += 16) {
+    Wgmma<T, COLS>::ss_trans_b(acc, wgmma_descriptor(a + d * 2, 16),
+                               wgmma_descriptor(b + d * 128, DEPTH * 128), true);
+  }
+  wgmma_commit_group();
+}
+
 // Starts acc = sum over d < DEPTH of a[d][row] * b[d][col], for 64 rows and 64 columns: a panel of
 // a and one of b, both with the sums' axis down their columns.
 template <typename T, int DEPTH>
