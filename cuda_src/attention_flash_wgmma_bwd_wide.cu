@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
   constexpr int P_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
   constexpr int DQ = BLOCK_M * HEAD_DIM, PART_BYTES = BLOCK_M * 64 * 4;
-  constexpr int P_IS_THERE = 1, DS_IS_THERE = 2;  // barriers
+  constexpr int P_IS_THERE = 1, DS_IS_THERE = 2, DS_IS_OURS = 3;  // barriers
 
   extern __shared__ uint4 shared[];
   uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
@@ -204,9 +204,12 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   float s[BLOCK_M / 2], dq[PARTS][32];  // s or dout v^T: keys down, queries across
   uint32 p[BLOCK_M / 4];
   uint32 step = 0;  // that is being ended; the next one is being begun
+  // Or the compiler would keep what products make of an address, for all of their steps, where there
+  // is no room: in registers.
   auto fresh = [&](uint32 address) {
-    asm volatile("" : "+r"(address));
-    return address;
+    uint32 x[1] = {address};
+    register_fence(x);
+    return x[0];
   };
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
@@ -228,7 +231,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   auto start_scores = [&](uint32 step) {
     wait_for_q(step);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, fresh(k_smem), q_smem + step % Q_STAGES * QUERY_BYTES);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, fresh(k_smem),
+                                            q_smem + step % Q_STAGES * QUERY_BYTES);
   };
   auto start_dp = [&](uint32 step) {
     wait_for_dout(step);
@@ -302,8 +306,6 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   // 4e (consumers). dk += ds^T q
   auto start_dk = [&]() {
-    // Who wrote ds waits for its own four warps only.
-    bar_sync(DS_IS_THERE + group, group == 0 ? 256 : 128);
     start_nn<T, BLOCK_M, COLS>(dk_acc, ds_smem + step % 2 * P_BYTES,
                                q_part + step % Q_STAGES * QUERY_BYTES);
   };
@@ -313,7 +315,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   // 4f (consumers). dq += ds k
   auto start_dq = [&](int part) __attribute__((always_inline)) {
-    start_tn<T, BLOCK_N>(dq[part], ds_smem + step % 2 * P_BYTES, fresh(k_part) + part * (BLOCK_N * 128));
+    start_tn<T, BLOCK_N>(dq[part], ds_smem + step % 2 * P_BYTES,
+                         fresh(k_part) + part * (BLOCK_N * 128));
   };
   auto add_dq = [&](int part) __attribute__((always_inline)) {
     register_fence(dq[part]);
@@ -339,6 +342,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     for (; step + 1 < uint32(steps); ++step) {
       next_query_tile();
       start_scores(step + 1);
+      bar_sync(DS_IS_THERE, 256);
       start_dk();
       start_dq(0);
       wgmma_wait_group<2>();
@@ -353,6 +357,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
       wgmma_wait_group<0>();
       add_dq(1);
     }
+    bar_sync(DS_IS_THERE, 256);
   } else if (steps > 0) {
     mbarrier_wait(k_full, 0);  // for dq
     mbarrier_wait(v_full, 0);
@@ -364,6 +369,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     wgmma_wait_group<0>();
     dv_is_there(0);
     for (; step + 1 < uint32(steps); ++step) {
+      bar_sync(DS_IS_OURS, 128);
       start_dk();
       start_dq(0);
       start_dq(1);
@@ -380,8 +386,9 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
       wgmma_wait_group<0>();
       dv_is_there(step + 1);
     }
+    bar_sync(DS_IS_OURS, 128);
   }
-  if (steps > 0) {
+  if (steps > 0) {  // the last step's, with nothing to begin
     start_dk();
     start_dq(0);
     start_dq(1);

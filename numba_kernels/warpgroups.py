@@ -28,6 +28,7 @@ from .ptx_sm90 import (
     wgmma_rs,
     wgmma_ss,
     wgmma_ss_trans,
+    wgmma_ss_trans_b,
 )
 
 int32, uint32 = types.int32, types.uint32
@@ -96,6 +97,24 @@ def start_rn(T, DEPTH, COLS, PARTS):
                 start = uint32(b + d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128))
                 from_b = wgmma_descriptor(start, DEPTH * 128)
                 multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
+        wgmma_commit_group()
+
+    return function
+
+
+# Starts acc += sum over d < DEPTH of a[row, d] * b[d, col], for 64 rows of a panel of a, which has
+# the sums' axis along its rows, and COLS columns of b.
+def start_nn(T, DEPTH, COLS):
+    multiply, fence = wgmma_ss_trans_b(T, COLS), register_fence(COLS // 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        fence(acc, 0)
+        wgmma_fence()
+        for d in range(DEPTH // 16):
+            from_a = wgmma_descriptor(uint32(a + d * 16 * 2), 16)
+            from_b = wgmma_descriptor(uint32(b + d * 16 * 128), DEPTH * 128)
+            multiply(acc, 0, from_a, from_b, True)
         wgmma_commit_group()
 
     return function

@@ -1,0 +1,512 @@
+"""attention_flash_wgmma_bwd_wide: Hopper's backward for head_dims to 256, shared by two warpgroups.
+
+  p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
+
+As attention_flash_wgmma_bwd, but dk and dv of 64 keys fill the registers of two warpgroups, so
+each has half of their columns, and wants all of p^T and ds^T. It is enough to form those once:
+the first warpgroup forms the scores and p, the second one dout v^T and ds, and they hand them
+over through shared memory: p in the order of registers, ds as a tile. Each is then half a step
+ahead of what the other one is doing, and has products under way while it waits or computes. So
+dout is done with early, and one slot of it suffices. dq is formed and added up in halves of a
+warpgroup's columns, by an adder for each, who take their turns independently.
+
+Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
+               warpgroup of which one thread produces and two add, and two of half of the columns
+               of dk, dv and dq each
+Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, p, two ds
+               tiles, and half of dq of one query tile
+Registers:     half of dk and dv, one product of 64 x 64 and two of dq, and p or ds in 16 bits
+Twin:          cuda_src/attention_flash_wgmma_bwd_wide.cu
+Launched by:   workbench/launchers.py, attention_flash_wgmma
+"""
+
+from numba import cuda
+from numba.cuda import types
+
+from .common import (
+    INF,
+    LOG2E,
+    advance,
+    cdiv,
+    copy16,
+    div,
+    head_tile,
+    load16,
+    offset_of,
+    reinterpret,
+    rem,
+    store16,
+)
+from .ptx_sm80 import (
+    atom_inc,
+    cvt_first,
+    cvt_rn_x2,
+    cvt_second,
+    ex2_approx,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    ld_acquire,
+    shared_address,
+    st_release,
+)
+from .ptx_sm90 import (
+    bar_arrive,
+    bar_sync,
+    cp_async_bulk,
+    cp_async_bulk_commit_group,
+    cp_async_bulk_wait_group,
+    cp_async_bulk_wait_group_read,
+    cp_reduce_async_bulk_add,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    fence_proxy_async_global,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    register_fence,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    wgmma_wait_group,
+)
+from .scores import first_key, first_query, key_range, last_query, sees, tile_is_unmasked
+from .warpgroups import (
+    load_tile,
+    start_nn,
+    start_nt,
+    start_rn,
+    start_tn,
+    store_fragments,
+    store_rows,
+)
+
+float32, int32, int64, uint8, uint32 = (
+    types.float32, types.int32, types.int64, types.uint8, types.uint32,
+)  # fmt: skip
+
+
+def attention_flash_wgmma_bwd_wide(
+    T, BLOCK_M, BLOCK_N, HEAD_DIM, FEATURES, DETERMINISTIC, Q_STAGES, DOUT_STAGES, THREADS
+):
+    COLS = HEAD_DIM // 2  # of a warpgroup
+    PARTS = COLS // 64  # of its dq
+    KEY_BYTES, QUERY_BYTES = BLOCK_N * HEAD_DIM * 2, BLOCK_M * HEAD_DIM * 2
+    P_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 2 * 4
+    DQ, PART_BYTES = BLOCK_M * HEAD_DIM, BLOCK_M * 64 * 4
+    P_IS_THERE, DS_IS_THERE, DS_IS_OURS = 1, 2, 3  # barriers
+    SCORES, P = BLOCK_M // 2, BLOCK_M // 4
+    EIGHTS = BLOCK_M // 8  # of queries
+
+    give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
+    load_keys, load_queries = load_tile(BLOCK_N, HEAD_DIM), load_tile(BLOCK_M, HEAD_DIM)
+    multiply_nt = start_nt(T, HEAD_DIM, BLOCK_N, BLOCK_M)
+    multiply_rn = start_rn(T, BLOCK_M, COLS, 1)
+    multiply_nn, multiply_tn = start_nn(T, BLOCK_M, COLS), start_tn(T, BLOCK_N)
+    wait_for_all, wait_but_for_one, wait_but_for_two = (wgmma_wait_group(n) for n in range(3))
+    wait_for_sums, wait_for_reads = cp_async_bulk_wait_group(0), cp_async_bulk_wait_group_read(0)
+    fence_scores, fence_p, fence_one = register_fence(SCORES), register_fence(P), register_fence(1)
+    fence_acc, fence_part = register_fence(COLS // 2), register_fence(32)
+    pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
+    store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, COLS // 2)
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def kernel(
+        q_map,  # boxes of BLOCK_M rows
+        k_map,  # of BLOCK_N rows
+        v_map,  # the same
+        dout_map,  # as q_map
+        stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
+        dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
+        turns,  # 1 + (batch, heads_q, tiles, 2), zeroed, or null
+        dk,  # (batch, heads_kv, seqlen_k, head_dim)
+        dv,  # (batch, heads_kv, seqlen_k, head_dim_v)
+        dk_strides,
+        dv_strides,
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        head_dim_v,
+        score,
+        heads_at_a_time,
+    ):
+        shared = cuda.shared.array(0, uint32, 16)
+        shared_at = shared_address(shared, 0)
+        k_smem = uint32(cdiv(shared_at, 1024) * 1024)
+        v_smem = uint32(k_smem + KEY_BYTES)
+        q_smem = uint32(v_smem + KEY_BYTES)
+        dout_smem = uint32(q_smem + Q_STAGES * QUERY_BYTES)
+        ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
+        p_smem = uint32(ds_smem + 2 * P_BYTES)
+        dq_smem = uint32(p_smem + P_BYTES)
+        stats_smem = uint32(dq_smem + 2 * PART_BYTES)
+        k_full = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        v_full = uint32(k_full + 8)
+        q_full = uint32(v_full + 8)
+        q_empty = uint32(q_full + 8 * Q_STAGES)
+        dout_full = uint32(q_empty + 8 * Q_STAGES)
+        dout_empty = uint32(dout_full + 8 * DOUT_STAGES)
+        dq_full = uint32(dout_empty + 8 * DOUT_STAGES)
+        dq_empty = uint32(dq_full + 8 * 2)
+        smem = advance(reinterpret(uint8, shared), -int64(shared_at))
+        ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8 * 2))
+        thread = uint32(cuda.threadIdx.x)
+        if thread == 0:
+            mbarrier_init(k_full, 1)
+            mbarrier_init(v_full, 1)
+            for stage in range(Q_STAGES):
+                mbarrier_init(uint32(q_full + 8 * stage), 2)  # for q and for the statistics
+                mbarrier_init(uint32(q_empty + 8 * stage), 8)
+            for stage in range(DOUT_STAGES):
+                mbarrier_init(uint32(dout_full + 8 * stage), 1)
+                mbarrier_init(uint32(dout_empty + 8 * stage), 8)
+            for adder in range(2):
+                mbarrier_init(uint32(dq_full + 8 * adder), 4)
+                mbarrier_init(uint32(dq_empty + 8 * adder), 1)
+            fence_mbarrier_init()
+            griddepcontrol_wait()  # for statistics, and zeros in sums and counters
+            if DETERMINISTIC:
+                ticket_smem[0] = atom_inc(turns)
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+
+        # 1. Which key rows are ours
+        ticket = uint32(ticket_smem[0] if DETERMINISTIC else cuda.blockIdx.x)
+        tiles_k = uint32(cdiv(uint32(seqlen_k), BLOCK_N))
+        heads_total = uint32(batch * heads_kv)
+        of_all, tile = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time))
+        heads_each = int32(div(uint32(heads_q), uint32(heads_kv)))
+        batch_index = int32(div(of_all, uint32(heads_kv)))
+        head_kv = int32(rem(of_all, uint32(heads_kv)))
+        k_tile = int32(tile)
+        k_start = int32(k_tile * BLOCK_N)
+
+        band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
+        q_first = first_query(FEATURES, band, k_start)
+        q_last = last_query(FEATURES, band, int32(k_start + BLOCK_N))
+        tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
+        tile_first = int32(div(q_first, BLOCK_M))
+        tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
+        steps = uint32(heads_each * (tile_end - tile_first))
+        # First to last, or where the later ones are done first, last to first; then the next head.
+        head_tiles = int32((batch_index * int32(heads_q) + head_kv * heads_each) * tiles_q)
+        tile_from = int32(tile_end - 1 if DETERMINISTIC else tile_first)
+        q_tile = tile_from
+
+        def next_query_tile(q_tile, head_tiles):
+            q_tile = int32(q_tile - 1 if DETERMINISTIC else q_tile + 1)
+            if q_tile < tile_first if DETERMINISTIC else q_tile == tile_end:
+                q_tile = tile_from
+                head_tiles = int32(head_tiles + tiles_q)
+            return q_tile, head_tiles
+
+        # A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
+        if thread < 128:
+            give_registers()
+            fence_proxy_async_global()  # the copy engine is to see what ordinary stores wrote
+            if thread == 32 or thread == 64:
+                # 4f (adder). dq += ds k
+                adder = int32((thread >> 5) - 1)
+                full, empty = uint32(dq_full + 8 * adder), uint32(dq_empty + 8 * adder)
+                part_smem = uint32(dq_smem + adder * PART_BYTES)
+                step = uint32(0)
+                while step < steps:
+                    query_tile, turn = int32(head_tiles + q_tile), int32(0)
+                    counter = advance(turns, 1 + 2 * query_tile + adder)
+                    part = int32(0)
+                    while part < PARTS:
+                        mbarrier_wait(full, (step * PARTS + part) & 1)
+                        if DETERMINISTIC:
+                            if part == 0:
+                                its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
+                                turn = int32(k_tile - div(its_first, BLOCK_N))
+                                while ld_acquire(counter) != turn:
+                                    pass
+                                fence_proxy_async_global()
+                        warp = int32(0)
+                        while warp < 4:
+                            panel = int32((warp * 2 + adder) * PARTS + part)
+                            total = advance(dq_acc, int64(query_tile) * DQ + panel * 1024)
+                            of_warp = uint32(part_smem + warp * 4096)
+                            cp_reduce_async_bulk_add(total, of_warp, 4096)
+                            warp = int32(warp + 1)
+                        cp_async_bulk_commit_group()
+                        wait_for_reads()
+                        mbarrier_arrive(empty)
+                        part = int32(part + 1)
+                    if DETERMINISTIC:
+                        wait_for_sums()
+                        fence_proxy_async_global()
+                        st_release(counter, int32(turn + 1))
+                    q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                    step = uint32(step + 1)
+            if thread != 0 or steps == 0:
+                return
+
+            # 2 (producer). Load the K and V tiles
+            load_keys(k_smem, k_map, k_full, k_start, head_kv, batch_index)
+
+            # 4 (producer). Walk over the query tiles
+            step = uint32(0)
+            while step < steps:
+                # 4a (producer). Load q, dout, lse and delta
+                # To wait for an empty slot is to wait for the phase before: a fresh barrier has
+                # had it.
+                slot = uint32(rem(step, Q_STAGES))
+                full = uint32(q_full + 8 * slot)
+                head = int32(div(uint32(head_tiles), uint32(tiles_q)) - batch_index * heads_q)
+                q_start = int32(q_tile * BLOCK_M)
+                mbarrier_wait(uint32(q_empty + 8 * slot), ~div(step, Q_STAGES) & 1)
+                load_queries(
+                    uint32(q_smem + slot * QUERY_BYTES), q_map, full, q_start, head, batch_index
+                )
+                mbarrier_arrive_expect_tx(full, STATS_BYTES)
+                of_tile = advance(stats, int64(int32(head_tiles + q_tile)) * (BLOCK_M * 2))
+                cp_async_bulk(uint32(stats_smem + slot * STATS_BYTES), of_tile, STATS_BYTES, full)
+                if step == 0:  # the scores come first
+                    load_keys(v_smem, v_map, v_full, k_start, head_kv, batch_index)
+                slot = uint32(rem(step, DOUT_STAGES))
+                mbarrier_wait(uint32(dout_empty + 8 * slot), ~div(step, DOUT_STAGES) & 1)
+                load_queries(
+                    uint32(dout_smem + slot * QUERY_BYTES), dout_map,
+                    uint32(dout_full + 8 * slot), q_start, head, batch_index,
+                )  # fmt: skip
+                q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                step = uint32(step + 1)
+            return
+
+        take_registers()
+        group = int32(cuda.shfl_sync(0xFFFFFFFF, int32(thread >> 7), 0) - 1)  # of the whole warp
+        lane_id, warp = int32(thread & 31), int32((thread & 127) >> 5)
+        first_key_row = int32(k_start + warp * 16 + (lane_id >> 2))
+        first_col = int32((lane_id & 3) * 2)
+        to_log2 = float32(score.scale) * float32(LOG2E)
+        # Our columns of q, of dout and of K.
+        q_part = uint32(q_smem + group * (QUERY_BYTES // 2))
+        dout_part = uint32(dout_smem + group * (QUERY_BYTES // 2))
+        k_part = uint32(k_smem + group * (KEY_BYTES // 2))
+
+        # 3 (consumers). Start dk and dv
+        dk_acc = cuda.local.array((1, COLS // 2), float32)
+        dv_acc = cuda.local.array((1, COLS // 2), float32)
+        for i in range(COLS // 2):
+            dk_acc[0, i] = 0
+            dv_acc[0, i] = 0
+
+        # 4 (consumers). Walk over the query tiles
+        s = cuda.local.array(SCORES, float32)  # s or dout v^T: keys down, queries across
+        dq = cuda.local.array((PARTS, 32), float32)
+        p = cuda.local.array(P, uint32)
+        ds = cuda.local.array(P, uint32)
+        row = cuda.local.array(2, float32)
+        one_word = cuda.local.array(1, uint32)
+        step = uint32(0)  # that is being ended; the next one is being begun
+
+        # Or the compiler would keep what products make of an address, for all of their steps, where
+        # there is no room: in registers.
+        def fresh(address):
+            one_word[0] = address
+            fence_one(one_word, 0)
+            return one_word[0]
+
+        def free_slot(empty):
+            if lane_id == 0:
+                mbarrier_arrive(empty)
+
+        def wait_for_q(step):
+            slot = rem(step, Q_STAGES)
+            mbarrier_wait(uint32(q_full + 8 * slot), div(step, Q_STAGES) & 1)
+
+        def wait_for_dout(step):
+            slot = rem(step, DOUT_STAGES)
+            mbarrier_wait(uint32(dout_full + 8 * slot), div(step, DOUT_STAGES) & 1)
+
+        # lse, or delta, of both of a thread's queries in the n-th eight of them.
+        def row_stats(step, n, which):
+            at = stats_smem + rem(step, Q_STAGES) * STATS_BYTES + (first_col + 8 * n) * 8
+            pair_at = reinterpret(float32, advance(smem, uint32(at + which * 8)))
+            row[0] = pair_at[0]
+            row[1] = pair_at[1]
+
+        # Where a thread leaves 16 bytes of p, and its like in the other warpgroup finds them.
+        def handed_over(i):
+            at = uint32(p_smem + ((i >> 2) * 128 + (thread & 127)) * 16)
+            return reinterpret(uint32, advance(smem, at))
+
+        def start_scores(step):
+            wait_for_q(step)
+            from_q = uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES)
+            multiply_nt(s, fresh(k_smem), from_q)
+
+        def start_dp(step):
+            wait_for_dout(step)
+            from_dout = uint32(fresh(dout_smem) + rem(step, DOUT_STAGES) * QUERY_BYTES)
+            multiply_nt(s, fresh(v_smem), from_dout)
+
+        # 4b (consumers). p = exp(s - lse)
+        def probabilities(step, q_tile):
+            fence_scores(s, 0)
+            q_start = int32(q_tile * BLOCK_M)
+            q_end, k_end = int32(q_start + BLOCK_M), int32(k_start + BLOCK_N)
+            if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_start, k_end):
+                for n in range(EIGHTS):
+                    for i in range(4):
+                        its_row = int32(q_start + first_col + 8 * n + (i & 1))
+                        its_col = int32(first_key_row + (i >> 1) * 8)
+                        if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
+                            s[4 * n + i] = -INF
+            for n in range(EIGHTS):
+                row_stats(step, n, 0)
+                for half in range(2):
+                    i = 4 * n + 2 * half
+                    p[2 * n + half] = pair(
+                        ex2_approx(s[i] * to_log2 - row[0]),
+                        ex2_approx(s[i + 1] * to_log2 - row[1]),
+                    )
+            for i in range(0, P, 4):
+                copy16(handed_over(i), 0, p, i)
+            bar_arrive(P_IS_THERE, 256)
+
+        def take_probabilities():
+            bar_sync(P_IS_THERE, 256)
+            for i in range(0, P, 4):
+                copy16(p, i, handed_over(i), 0)
+
+        # 4c (consumers). dv += p^T dout
+        def start_dv(step):
+            wait_for_dout(step)
+            from_dout = uint32(fresh(dout_part) + rem(step, DOUT_STAGES) * QUERY_BYTES)
+            multiply_rn(dv_acc, p, from_dout)
+
+        def dv_is_there(step):
+            fence_acc(dv_acc, 0)
+            fence_p(p, 0)
+            free_slot(uint32(dout_empty + 8 * rem(step, DOUT_STAGES)))
+
+        # 4d (consumers). ds = p * (dout v^T - delta)
+        # p is that in 16 bits, as for dv.
+        def score_gradients(step):
+            fence_scores(s, 0)
+            wait_for_q(step)
+            for n in range(EIGHTS):
+                row_stats(step, n, 1)
+                for half in range(2):
+                    i = 4 * n + 2 * half
+                    ds[2 * n + half] = pair(
+                        first(p[2 * n + half]) * (s[i] - row[0]),
+                        second(p[2 * n + half]) * (s[i + 1] - row[1]),
+                    )
+            store_ds(uint32(ds_smem + rem(step, 2) * P_BYTES), warp * 16, ds)
+            fence_proxy_async()
+            bar_arrive(DS_IS_THERE, 256)
+
+        # 4e (consumers). dk += ds^T q
+        def start_dk(step):
+            from_q = uint32(q_part + rem(step, Q_STAGES) * QUERY_BYTES)
+            multiply_nn(dk_acc, uint32(ds_smem + rem(step, 2) * P_BYTES), from_q)
+
+        def dk_is_there(step):
+            fence_acc(dk_acc, 0)
+            free_slot(uint32(q_empty + 8 * rem(step, Q_STAGES)))
+
+        # 4f (consumers). dq += ds k
+        def start_dq(step, part):
+            from_ds = uint32(ds_smem + rem(step, 2) * P_BYTES)
+            multiply_tn(dq, part * 32, from_ds, uint32(fresh(k_part) + part * (BLOCK_N * 128)))
+
+        def add_dq(step, part):
+            fence_part(dq, part * 32)
+            mbarrier_wait(uint32(dq_empty + 8 * group), ~(step * PARTS + part) & 1)
+            dq_warp = uint32(dq_smem + group * PART_BYTES + warp * 4096)
+            for n in range(8):
+                to = advance(smem, uint32(dq_warp + n * 512 + lane_id * 16))
+                store16(reinterpret(float32, to), 0, dq, part * 32 + 4 * n)
+            fence_proxy_async()
+            cuda.syncwarp()
+            if lane_id == 0:
+                mbarrier_arrive(uint32(dq_full + 8 * group))
+
+        if steps > 0 and group == 0:
+            mbarrier_wait(k_full, 0)
+            start_scores(uint32(0))
+            wait_for_all()
+            probabilities(uint32(0), q_tile)
+            start_dv(uint32(0))
+            wait_for_all()
+            dv_is_there(uint32(0))
+            while uint32(step + 1) < steps:
+                following = uint32(step + 1)
+                q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                start_scores(following)
+                bar_sync(DS_IS_THERE, 256)
+                start_dk(step)
+                start_dq(step, 0)
+                wait_but_for_two()
+                probabilities(following, q_tile)
+                start_dv(following)
+                start_dq(step, 1)
+                wait_but_for_two()
+                dk_is_there(step)
+                add_dq(step, 0)
+                wait_but_for_one()
+                dv_is_there(following)
+                wait_for_all()
+                add_dq(step, 1)
+                step = following
+            bar_sync(DS_IS_THERE, 256)
+        elif steps > 0:
+            mbarrier_wait(k_full, 0)  # for dq
+            mbarrier_wait(v_full, 0)
+            start_dp(uint32(0))
+            take_probabilities()
+            start_dv(uint32(0))
+            wait_but_for_one()
+            score_gradients(uint32(0))
+            wait_for_all()
+            dv_is_there(uint32(0))
+            while uint32(step + 1) < steps:
+                following = uint32(step + 1)
+                bar_sync(DS_IS_OURS, 128)
+                start_dk(step)
+                start_dq(step, 0)
+                start_dq(step, 1)
+                wait_but_for_one()
+                dk_is_there(step)
+                add_dq(step, 0)
+                start_dp(following)
+                wait_but_for_one()
+                add_dq(step, 1)
+                take_probabilities()
+                start_dv(following)
+                wait_but_for_one()
+                score_gradients(following)
+                wait_for_all()
+                dv_is_there(following)
+                step = following
+            bar_sync(DS_IS_OURS, 128)
+        if steps > 0:  # the last step's, with nothing to begin
+            start_dk(step)
+            start_dq(step, 0)
+            start_dq(step, 1)
+            wait_but_for_one()
+            dk_is_there(step)
+            add_dq(step, 0)
+            wait_for_all()
+            add_dq(step, 1)
+
+        # 5 (consumers). Scale and store
+        key, col = int32(k_start + warp * 16), int32(group * COLS)
+        keys = int32(seqlen_k - key)
+        scale = cuda.local.array(2, float32)
+        one = cuda.local.array(2, float32)
+        for half in range(2):
+            scale[half] = float32(score.scale)
+            one[half] = 1
+        dk_rows = advance(dk, offset_of(dk_strides, batch_index, head_kv, key) + col)
+        store_part(dk_rows, dk_strides.row, dk_acc, 0, scale, keys, int32(head_dim - col))
+        dv_rows = advance(dv, offset_of(dv_strides, batch_index, head_kv, key) + col)
+        store_part(dv_rows, dv_strides.row, dv_acc, 0, one, keys, int32(head_dim_v - col))
+
+    return kernel
