@@ -127,11 +127,13 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     fence_proxy_async_global();  // the copy engine is to see what ordinary stores wrote
     if (threadIdx.x == 32 || threadIdx.x == 64) {
       // 4f (adder). dq += ds k
+      // Its loops stay loops, for want of registers.
       int adder = threadIdx.x / 32 - 1;
       uint32 part_smem = dq_smem + adder * PART_BYTES;
       for (int step = 0; step < steps; ++step) {
         int query_tile = head_tiles + q_tile, turn = 0;
         int* counter = turns + 1 + 2 * query_tile + adder;
+#pragma unroll 1
         for (int part = 0; part < PARTS; ++part) {
           mbarrier_wait(dq_full + 8 * adder, (step * PARTS + part) & 1);
           if (DETERMINISTIC && part == 0) {
@@ -204,13 +206,6 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   float s[BLOCK_M / 2], dq[PARTS][32];  // s or dout v^T: keys down, queries across
   uint32 p[BLOCK_M / 4];
   uint32 step = 0;  // that is being ended; the next one is being begun
-  // Or the compiler would keep what products make of an address, for all of their steps, where there
-  // is no room: in registers.
-  auto fresh = [&](uint32 address) {
-    uint32 x[1] = {address};
-    register_fence(x);
-    return x[0];
-  };
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
   };
@@ -231,13 +226,13 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   auto start_scores = [&](uint32 step) {
     wait_for_q(step);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, fresh(k_smem),
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(k_smem),
                                             q_smem + step % Q_STAGES * QUERY_BYTES);
   };
   auto start_dp = [&](uint32 step) {
     wait_for_dout(step);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, fresh(v_smem),
-                                            fresh(dout_smem) + step % DOUT_STAGES * QUERY_BYTES);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(v_smem),
+                                            opaque(dout_smem) + step % DOUT_STAGES * QUERY_BYTES);
   };
   // 4b (consumers). p = exp(s - lse)
   auto probabilities = [&](uint32 step) __attribute__((always_inline)) {
@@ -277,7 +272,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   // 4c (consumers). dv += p^T dout
   auto start_dv = [&](uint32 step) {
     wait_for_dout(step);
-    start_rn<T, BLOCK_M, COLS, 1>(dv_acc, p, fresh(dout_part) + step % DOUT_STAGES * QUERY_BYTES);
+    start_rn<T, BLOCK_M, COLS, 1>(dv_acc, p, opaque(dout_part) + step % DOUT_STAGES * QUERY_BYTES);
   };
   auto dv_is_there = [&](uint32 step) {
     register_fence(dv_acc[0]);
@@ -316,7 +311,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   // 4f (consumers). dq += ds k
   auto start_dq = [&](int part) __attribute__((always_inline)) {
     start_tn<T, BLOCK_N>(dq[part], ds_smem + step % 2 * P_BYTES,
-                         fresh(k_part) + part * (BLOCK_N * 128));
+                         opaque(k_part) + part * (BLOCK_N * 128));
   };
   auto add_dq = [&](int part) __attribute__((always_inline)) {
     register_fence(dq[part]);

@@ -160,6 +160,13 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// x, of which the compiler now knows nothing: what a loop makes of it is made in the loop, and not
+// ahead of it, to be kept in registers.
+__device__ __forceinline__ uint32 opaque(uint32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.cuh,
 // the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
 // the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
@@ -169,8 +176,9 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading) {
 }
 
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis
-// along their rows; or b has the sums' axis down its columns, and a is in shared memory still, or in
-// registers, as those of mma_m16n8k16. Without `accumulate` what acc held is forgotten.
+// along their rows (ss); or b has the sums' axis down its columns, and a is in shared memory
+// (ss_trans_b) or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held
+// is forgotten.
 template <typename T, int N>
 struct Wgmma;
 

@@ -344,7 +344,7 @@ def attention_flash_wgmma_bwd(
             # 4c (consumers). dv += p^T dout
             multiply_rn(dv_acc, p, uint32(dout_smem + slot * QUERY_BYTES))
             bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
-            multiply_tn(dq_part, uint32(ds_part + ds_tile), k_part)
+            multiply_tn(dq_part, 0, uint32(ds_part + ds_tile), k_part)
             wait_but_for_one()
             fence_acc(dv_acc, 0)
             fence_p(p, 0)

@@ -31,7 +31,6 @@ from .common import (
     copy16,
     div,
     head_tile,
-    load16,
     offset_of,
     reinterpret,
     rem,
@@ -64,6 +63,7 @@ from .ptx_sm90 import (
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
+    opaque,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -94,7 +94,7 @@ def attention_flash_wgmma_bwd_wide(
     P_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 2 * 4
     DQ, PART_BYTES = BLOCK_M * HEAD_DIM, BLOCK_M * 64 * 4
     P_IS_THERE, DS_IS_THERE, DS_IS_OURS = 1, 2, 3  # barriers
-    SCORES, P = BLOCK_M // 2, BLOCK_M // 4
+    ACC, DQ_PARTS, SCORES, P = (1, COLS // 2), (PARTS, 32), BLOCK_M // 2, BLOCK_M // 4
     EIGHTS = BLOCK_M // 8  # of queries
 
     give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
@@ -104,7 +104,7 @@ def attention_flash_wgmma_bwd_wide(
     multiply_nn, multiply_tn = start_nn(T, BLOCK_M, COLS), start_tn(T, BLOCK_N)
     wait_for_all, wait_but_for_one, wait_but_for_two = (wgmma_wait_group(n) for n in range(3))
     wait_for_sums, wait_for_reads = cp_async_bulk_wait_group(0), cp_async_bulk_wait_group_read(0)
-    fence_scores, fence_p, fence_one = register_fence(SCORES), register_fence(P), register_fence(1)
+    fence_scores, fence_p = register_fence(SCORES), register_fence(P)
     fence_acc, fence_part = register_fence(COLS // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, COLS // 2)
@@ -208,6 +208,7 @@ def attention_flash_wgmma_bwd_wide(
             fence_proxy_async_global()  # the copy engine is to see what ordinary stores wrote
             if thread == 32 or thread == 64:
                 # 4f (adder). dq += ds k
+                # Its loops stay loops, for want of registers.
                 adder = int32((thread >> 5) - 1)
                 full, empty = uint32(dq_full + 8 * adder), uint32(dq_empty + 8 * adder)
                 part_smem = uint32(dq_smem + adder * PART_BYTES)
@@ -218,24 +219,23 @@ def attention_flash_wgmma_bwd_wide(
                     part = int32(0)
                     while part < PARTS:
                         mbarrier_wait(full, (step * PARTS + part) & 1)
-                        if DETERMINISTIC:
-                            if part == 0:
-                                its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
-                                turn = int32(k_tile - div(its_first, BLOCK_N))
-                                while ld_acquire(counter) != turn:
-                                    pass
-                                fence_proxy_async_global()
+                        if DETERMINISTIC and part == 0:
+                            its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
+                            turn = int32(k_tile - div(its_first, BLOCK_N))
+                            while ld_acquire(counter) != turn:
+                                pass
+                            fence_proxy_async_global()
                         warp = int32(0)
                         while warp < 4:
                             panel = int32((warp * 2 + adder) * PARTS + part)
                             total = advance(dq_acc, int64(query_tile) * DQ + panel * 1024)
                             of_warp = uint32(part_smem + warp * 4096)
                             cp_reduce_async_bulk_add(total, of_warp, 4096)
-                            warp = int32(warp + 1)
+                            warp = int32(opaque(uint32(warp + 1)))
                         cp_async_bulk_commit_group()
                         wait_for_reads()
                         mbarrier_arrive(empty)
-                        part = int32(part + 1)
+                        part = int32(opaque(uint32(part + 1)))
                     if DETERMINISTIC:
                         wait_for_sums()
                         fence_proxy_async_global()
@@ -289,27 +289,19 @@ def attention_flash_wgmma_bwd_wide(
         k_part = uint32(k_smem + group * (KEY_BYTES // 2))
 
         # 3 (consumers). Start dk and dv
-        dk_acc = cuda.local.array((1, COLS // 2), float32)
-        dv_acc = cuda.local.array((1, COLS // 2), float32)
+        dk_acc = cuda.local.array(ACC, float32)
+        dv_acc = cuda.local.array(ACC, float32)
         for i in range(COLS // 2):
             dk_acc[0, i] = 0
             dv_acc[0, i] = 0
 
         # 4 (consumers). Walk over the query tiles
         s = cuda.local.array(SCORES, float32)  # s or dout v^T: keys down, queries across
-        dq = cuda.local.array((PARTS, 32), float32)
+        dq = cuda.local.array(DQ_PARTS, float32)
         p = cuda.local.array(P, uint32)
         ds = cuda.local.array(P, uint32)
         row = cuda.local.array(2, float32)
-        one_word = cuda.local.array(1, uint32)
         step = uint32(0)  # that is being ended; the next one is being begun
-
-        # Or the compiler would keep what products make of an address, for all of their steps, where
-        # there is no room: in registers.
-        def fresh(address):
-            one_word[0] = address
-            fence_one(one_word, 0)
-            return one_word[0]
 
         def free_slot(empty):
             if lane_id == 0:
@@ -338,12 +330,12 @@ def attention_flash_wgmma_bwd_wide(
         def start_scores(step):
             wait_for_q(step)
             from_q = uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES)
-            multiply_nt(s, fresh(k_smem), from_q)
+            multiply_nt(s, opaque(k_smem), from_q)
 
         def start_dp(step):
             wait_for_dout(step)
-            from_dout = uint32(fresh(dout_smem) + rem(step, DOUT_STAGES) * QUERY_BYTES)
-            multiply_nt(s, fresh(v_smem), from_dout)
+            from_dout = uint32(opaque(dout_smem) + rem(step, DOUT_STAGES) * QUERY_BYTES)
+            multiply_nt(s, opaque(v_smem), from_dout)
 
         # 4b (consumers). p = exp(s - lse)
         def probabilities(step, q_tile):
@@ -377,7 +369,7 @@ def attention_flash_wgmma_bwd_wide(
         # 4c (consumers). dv += p^T dout
         def start_dv(step):
             wait_for_dout(step)
-            from_dout = uint32(fresh(dout_part) + rem(step, DOUT_STAGES) * QUERY_BYTES)
+            from_dout = uint32(opaque(dout_part) + rem(step, DOUT_STAGES) * QUERY_BYTES)
             multiply_rn(dv_acc, p, from_dout)
 
         def dv_is_there(step):
@@ -414,7 +406,7 @@ def attention_flash_wgmma_bwd_wide(
         # 4f (consumers). dq += ds k
         def start_dq(step, part):
             from_ds = uint32(ds_smem + rem(step, 2) * P_BYTES)
-            multiply_tn(dq, part * 32, from_ds, uint32(fresh(k_part) + part * (BLOCK_N * 128)))
+            multiply_tn(dq, part * 32, from_ds, uint32(opaque(k_part) + part * (BLOCK_N * 128)))
 
         def add_dq(step, part):
             fence_part(dq, part * 32)

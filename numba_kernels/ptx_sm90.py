@@ -207,6 +207,16 @@ def register_fence(N):
     return function
 
 
+# x, of which the compiler now knows nothing: what a loop makes of it is made in the loop, and not
+# ahead of it, to be kept in registers.
+@intrinsic
+def opaque(_typing, _x):
+    def codegen(_context, builder, _signature, args):
+        return assembly(builder, _WORD, "", "=r,0", args)
+
+    return types.uint32(uint32), codegen
+
+
 # Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.py,
 # the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
 # the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
@@ -225,9 +235,8 @@ def wgmma_descriptor(_typing, _shared, _leading):
 
 
 # acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis along
-# their rows (ss); or b has the sums' axis down its columns, and a is in shared memory still
-# (ss_trans_b), or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held is
-# forgotten.
+# their rows (ss); or b has the sums' axis down its columns, and a is in shared memory (ss_trans_b)
+# or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held is forgotten.
 def _wgmma(context, builder, T, N, acc, a, a_constraints, b, accumulate, flags):
     kind = "f16" if types.float16 == T else "bf16"
     count, b_at = N // 2, N // 2 + len(a)

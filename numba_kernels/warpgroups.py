@@ -126,13 +126,13 @@ def start_tn(T, DEPTH):
     multiply, fence = wgmma_ss_trans(T), register_fence(32)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a, b):
-        fence(acc, 0)
+    def function(acc, at, a, b):
+        fence(acc, at)
         wgmma_fence()
         for d in range(0, DEPTH, 16):
             from_a = wgmma_descriptor(uint32(a + d * 128), 16)
             from_b = wgmma_descriptor(uint32(b + d * 128), 16)
-            multiply(acc, 0, from_a, from_b, d > 0)
+            multiply(acc, at, from_a, from_b, d > 0)
         wgmma_commit_group()
 
     return function
