@@ -221,7 +221,7 @@ def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_backward_of_hopper(
     deterministic: bool, head_dim: int, row: Any, language: str
@@ -236,11 +236,12 @@ def test_the_backward_of_hopper(
 
 
 @HOPPER
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_blocks_that_run_alone_add_up_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, row: Any, language: str
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, row: Any, language: str
 ) -> None:
     """Together, those of later keys have fewer steps and end first, but must add in their turn."""
-    sizes = {"heads_q": 1, "seqlen_q": 290, "seqlen_k": 290, "head_dim": 128}
+    sizes = {"heads_q": 1, "seqlen_q": 290, "seqlen_k": 290, "head_dim": head_dim}
     e = example(row, 17, causal=True, **sizes)
 
     def sums() -> bytes:
