@@ -22,7 +22,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     const acc_t<T>* dlse,  // the same, or null
                                     acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 2)
                                     acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
-                                    int* turns,        // 1 + (batch, heads_q, tiles, ADDERS), or null
+                                    int* turns,  // 1 + (batch, heads_q, tiles, ADDERS), or null
                                     Strides dout_strides,
                                     Strides out_strides,
                                     int64 batch,
