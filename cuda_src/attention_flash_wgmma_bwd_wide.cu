@@ -2,20 +2,20 @@
 //
 //   p = exp(s - lse),  dv = p^T dout,  ds = p * (dout v^T - delta),  dq = ds k,  dk = ds^T q
 //
-// As attention_flash_wgmma_bwd, but dk and dv of 64 keys fill the registers of two warpgroups, so
-// each has half of their columns, and wants all of p^T and ds^T. It is enough to form those once:
-// the first warpgroup forms the scores and p, the second one dout v^T and ds, and they hand them
-// over through shared memory: p in the order of registers, ds as a tile. Each is then half a step
-// ahead of what the other one is doing, and has products under way while it waits or computes. So
-// dout is done with early, and one slot of it suffices. dq is formed and added up in halves of a
-// warpgroup's columns, by an adder for each, who take their turns independently.
+// As attention_flash_wgmma_bwd, but dk and dv of 64 keys take the registers of two warpgroups. Each
+// has half of their columns, and needs all of p^T and ds^T. Those are formed once: the first
+// warpgroup forms the scores and p, the second one dout v^T and ds, and both hand on what they have
+// through shared memory, p as it lies in registers and ds as a tile. The first one is half a step
+// ahead, so that one has products under way while the other computes. dv is formed as soon as p is
+// there; then dout is done with, and one slot of it will do. dq leaves in two parts of 64 columns a
+// warpgroup, each of which has an adder and, with DETERMINISTIC, a turn of its own.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
-//                warpgroup of which one thread produces and two add, and two of half of the columns
-//                of dk, dv and dq each
-// Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, p, two ds
-//                tiles, and half of dq of one query tile
-// Registers:     half of dk and dv, one product of 64 x 64 and two of dq, and p or ds in 16 bits
+//                warpgroup of which one thread produces and two add, and two that have half of the
+//                columns of dk, dv and dq each
+// Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
+//                p, and half of dq of one query tile
+// Registers:     half of dk and dv, one product of 64 x 64, two parts of dq, and p in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd_wide.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
 #include "scores.cuh"

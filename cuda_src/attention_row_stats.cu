@@ -1,4 +1,4 @@
-// attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and
+// attention_row_stats: what Hopper's backwards know of a query row, two at a time, and
 // zeros for it to add to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]

@@ -236,6 +236,15 @@ def test_the_backward_of_hopper(
 
 
 @HOPPER
+def test_groups_of_wide_heads(row: Any, language: str) -> None:
+    """The same instance as the backward of head_dim 256 above, with several heads of keys."""
+    sizes = {"heads_q": 6, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 20, "head_dim": 136}
+    e = example(row, 19, dtype="bfloat16", causal=True, **sizes)
+    assert part_taken(row, e, SIMULATOR_ARCH).dout is not None
+    check_taken(row, language, e)
+
+
+@HOPPER
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_blocks_that_run_alone_add_up_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, row: Any, language: str

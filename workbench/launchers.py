@@ -325,8 +325,9 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
+    wide = dim == 256  # more of dk and dv than a warpgroup has registers for
     q_stages, dout_stages = {64: (3, 2), 128: (3, 3), 256: (2, 1)}[dim]
-    wide = dim == 256  # two tiles of dk and dv would take more registers than there are
+    adders = 2 if wide else 1
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dim), ("FEATURES", features(problem)),
@@ -336,7 +337,6 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     stem = "attention_flash_wgmma_bwd_wide" if wide else "attention_flash_wgmma_bwd"
     entry = Entry(stem, stem, constants, FLASH_WGMMA_BWD)
     keys, queries = 2 * tile.block_n * dim, 2 * tile.block_m * dim  # bytes of a tile
-    adders = 2 if wide else 1
     shared_memory = (
         2 * keys
         + (q_stages + dout_stages) * queries
@@ -676,7 +676,7 @@ FLASH_MMA_TILES = {
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
 # (forward, larger padded head_dim) -> tiles for long sequences of keys, and for short ones; a
-# warpgroup of producers and one of consumers for each 64 rows.
+# warpgroup of producers and one of consumers for each 64 rows, or two that share 64 wide ones.
 FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(128, 128, 384, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
