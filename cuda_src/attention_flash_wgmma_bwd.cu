@@ -215,15 +215,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     return *reinterpret_cast<const float4*>(smem + at);
   };
   // 4b (consumers). p = exp(s - lse)
-  auto hide_scores = [&]() {
+  auto hide_unseen = [&]() {
     register_fence(s);
     int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
     if (tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_first, k_first + 64)) return;
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; ++i) {
-      int row = q_start + first_col + i / 4 * 8 + i % 2, col = first_key_row + i % 4 / 2 * 8;
-      if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
-    }
+    hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
   };
   auto probabilities = [&](uint32 step, int n_begin, int n_end) __attribute__((always_inline)) {
 #pragma unroll
@@ -280,11 +276,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto add_dq = [&]() {
     register_fence(dq_part);
     mbarrier_wait(dq_empty, ~step & 1);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float* to = reinterpret_cast<float*>(smem + dq_warp + n * 512) + lane_id * 4;
-      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(dq_part + 4 * n);
-    }
+    store_registers(smem + dq_warp, dq_part);
     fence_proxy_async();
     __syncwarp();
     if (lane_id == 0) mbarrier_arrive(dq_full);
@@ -295,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_wait(v_full, 0);
     start_dp(0);
     wgmma_wait_group<1>();
-    hide_scores();
+    hide_unseen();
     probabilities(0, 0, BLOCK_M / 8);
     wgmma_wait_group<0>();
     score_gradients(0);
@@ -311,7 +303,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       start_dp(step + 1);
       start_dk();
       wgmma_wait_group<2>();
-      hide_scores();
+      hide_unseen();
       probabilities(step + 1, 0, BLOCK_M / 8);
       wgmma_wait_group<1>();
       score_gradients(step + 1);
@@ -321,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       wgmma_wait_group<2>();
       add_dq();
       wgmma_wait_group<1>();
-      hide_scores();
+      hide_unseen();
       probabilities(step + 1, 0, BLOCK_M / 16);
       dk_is_there();
       start_dp(step + 1);

@@ -56,16 +56,11 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   constexpr int P_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
   constexpr int DQ = BLOCK_M * HEAD_DIM, PART_BYTES = BLOCK_M * 64 * 4;
   constexpr int P_IS_THERE = 1, DS_IS_THERE = 2, DS_IS_OURS = 3;  // barriers
-
   extern __shared__ uint4 shared[];
-  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
-  uint32 v_smem = k_smem + KEY_BYTES;
-  uint32 q_smem = v_smem + KEY_BYTES;
-  uint32 dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
-  uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
-  uint32 p_smem = ds_smem + 2 * P_BYTES;
-  uint32 dq_smem = p_smem + P_BYTES;
-  uint32 stats_smem = dq_smem + 2 * PART_BYTES;
+  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024, v_smem = k_smem + KEY_BYTES;
+  uint32 q_smem = v_smem + KEY_BYTES, dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
+  uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES, p_smem = ds_smem + 2 * P_BYTES;
+  uint32 dq_smem = p_smem + P_BYTES, stats_smem = dq_smem + 2 * PART_BYTES;
   uint32 k_full = stats_smem + Q_STAGES * STATS_BYTES, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
@@ -73,20 +68,13 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8 * 2);
   if (threadIdx.x == 0) {
-    mbarrier_init(k_full, 1);
-    mbarrier_init(v_full, 1);
-    for (int stage = 0; stage < Q_STAGES; ++stage) {
-      mbarrier_init(q_full + 8 * stage, 2);  // for q and for the statistics
-      mbarrier_init(q_empty + 8 * stage, 8);
-    }
-    for (int stage = 0; stage < DOUT_STAGES; ++stage) {
-      mbarrier_init(dout_full + 8 * stage, 1);
-      mbarrier_init(dout_empty + 8 * stage, 8);
-    }
-    for (int adder = 0; adder < 2; ++adder) {
-      mbarrier_init(dq_full + 8 * adder, 4);
-      mbarrier_init(dq_empty + 8 * adder, 1);
-    }
+    init_barriers(k_full, 2, 1);          // and v_full
+    init_barriers(q_full, Q_STAGES, 2);   // for q and for the statistics
+    init_barriers(q_empty, Q_STAGES, 8);  // of each warp, as those that follow
+    init_barriers(dout_full, DOUT_STAGES, 1);
+    init_barriers(dout_empty, DOUT_STAGES, 8);
+    init_barriers(dq_full, 2, 4);
+    init_barriers(dq_empty, 2, 1);
     fence_mbarrier_init();
     griddepcontrol_wait();  // for statistics, and zeros in sums and counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
@@ -99,11 +87,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
   HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
   int heads_each = uint32(heads_q) / uint32(heads_kv);
-  int batch_index = at.head / uint32(heads_kv);
-  int head_kv = at.head % uint32(heads_kv);
-  int k_tile = at.tile;
-  int k_start = k_tile * BLOCK_N;
-
+  int batch_index = at.head / uint32(heads_kv), head_kv = at.head % uint32(heads_kv);
+  int k_tile = at.tile, k_start = k_tile * BLOCK_N;
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int q_first = first_query<FEATURES>(band, k_start);
   int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
@@ -127,31 +112,27 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     fence_proxy_async_global();  // the copy engine is to see what ordinary stores wrote
     if (threadIdx.x == 32 || threadIdx.x == 64) {
       // 4f (adder). dq += ds k
-      // Its loops stay loops, for want of registers.
-      int adder = threadIdx.x / 32 - 1;
-      uint32 part_smem = dq_smem + adder * PART_BYTES;
-      for (int step = 0; step < steps; ++step) {
-        int query_tile = head_tiles + q_tile, turn = 0;
+      int adder = threadIdx.x / 32 - 1, turn = 0;
+      for (int part = 0; part < steps * PARTS; ++part) {
+        int query_tile = head_tiles + q_tile, panel = adder * PARTS + part % PARTS;
         int* counter = turns + 1 + 2 * query_tile + adder;
-#pragma unroll 1
-        for (int part = 0; part < PARTS; ++part) {
-          mbarrier_wait(dq_full + 8 * adder, (step * PARTS + part) & 1);
-          if (DETERMINISTIC && part == 0) {
-            turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
-            while (ld_acquire(counter) != turn) {
-            }
-            fence_proxy_async_global();
+        mbarrier_wait(dq_full + 8 * adder, part & 1);
+        if (DETERMINISTIC && part % PARTS == 0) {
+          turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
+          while (ld_acquire(counter) != turn) {
           }
-#pragma unroll 1
-          for (int warp = 0; warp < 4; ++warp) {
-            int panel = (warp * 2 + adder) * PARTS + part;
-            cp_reduce_async_bulk_add(dq_acc + int64(query_tile) * DQ + panel * 1024,
-                                     part_smem + warp * 4096, 4096);
-          }
-          cp_async_bulk_commit_group();
-          cp_async_bulk_wait_group_read<0>();
-          mbarrier_arrive(dq_empty + 8 * adder);
+          fence_proxy_async_global();
         }
+#pragma unroll 1  // for want of registers
+        for (int warp = 0; warp < 4; ++warp) {
+          cp_reduce_async_bulk_add(
+              dq_acc + int64(query_tile) * DQ + (warp * 2 * PARTS + panel) * 1024,
+              dq_smem + adder * PART_BYTES + warp * 4096, 4096);
+        }
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+        mbarrier_arrive(dq_empty + 8 * adder);
+        if (part % PARTS < PARTS - 1) continue;
         if (DETERMINISTIC) {
           cp_async_bulk_wait_group<0>();
           fence_proxy_async_global();
@@ -194,10 +175,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   int lane_id = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   int first_key_row = k_start + warp * 16 + lane_id / 4, first_col = lane_id % 4 * 2;
   float to_log2 = float(score.scale) * LOG2E;
-  // Our columns of q, of dout and of K.
-  uint32 q_part = q_smem + group * (QUERY_BYTES / 2);
-  uint32 dout_part = dout_smem + group * (QUERY_BYTES / 2);
-  uint32 k_part = k_smem + group * (KEY_BYTES / 2);
+  char* p_warp = smem + p_smem + warp * (P_BYTES / 4);
 
   // 3 (consumers). Start dk and dv
   float dk_acc[COLS / 2] = {}, dv_acc[1][COLS / 2] = {};
@@ -209,70 +187,46 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
   };
+  // Where q, or dout, of a step lies in its ring, as soon as it is there.
   auto wait_for_q = [&](uint32 step) {
     mbarrier_wait(q_full + 8 * (step % Q_STAGES), step / Q_STAGES & 1);
+    return step % Q_STAGES * QUERY_BYTES;
   };
   auto wait_for_dout = [&](uint32 step) {
     mbarrier_wait(dout_full + 8 * (step % DOUT_STAGES), step / DOUT_STAGES & 1);
+    return opaque(step % DOUT_STAGES * QUERY_BYTES);
   };
-  // lse, or delta, of both of a thread's queries in the n-th eight of them.
-  auto row_stats = [&](uint32 step, int n, int which) {
-    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + (first_col + 8 * n) * 8 + which * 8;
-    return *reinterpret_cast<const float2*>(smem + at);
-  };
-  // Where a thread leaves 16 bytes of p, and its like in the other warpgroup finds them.
-  auto handed_over = [&](int i) {
-    return reinterpret_cast<uint4*>(smem + p_smem + (i / 4 * 128 + threadIdx.x % 128) * 16);
+  // Both lse of a thread's first two queries, both delta behind them; eight queries on, the next.
+  auto row_stats = [&](uint32 step) {
+    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + first_col * 8;
+    return reinterpret_cast<const float2*>(smem + at);
   };
   auto start_scores = [&](uint32 step) {
-    wait_for_q(step);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(k_smem),
-                                            q_smem + step % Q_STAGES * QUERY_BYTES);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(k_smem), q_smem + wait_for_q(step));
   };
   auto start_dp = [&](uint32 step) {
-    wait_for_dout(step);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(v_smem),
-                                            opaque(dout_smem) + step % DOUT_STAGES * QUERY_BYTES);
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(v_smem), dout_smem + wait_for_dout(step));
   };
   // 4b (consumers). p = exp(s - lse)
   auto probabilities = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(s);
-    int q_start = q_tile * BLOCK_M;
-    if (!tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_start, k_start + BLOCK_N)) {
+    int q_start = q_tile * BLOCK_M, q_end = q_start + BLOCK_M, k_end = k_start + BLOCK_N;
+    bool hidden = !tile_is_unmasked<FEATURES>(band, q_start, q_end, k_start, k_end);
+    if (hidden) hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
+    const float2* rows = row_stats(step);
 #pragma unroll
-      for (int i = 0; i < BLOCK_M / 2; ++i) {
-        int row = q_start + first_col + i / 4 * 8 + i % 2, col = first_key_row + i % 4 / 2 * 8;
-        if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
-      }
+    for (int i = 0; i < BLOCK_M / 4; ++i) {
+      float2 lse = rows[i / 2 * 8];
+      p[i] = cvt_rn_x2<T>(ex2_approx(s[2 * i] * to_log2 - lse.x),
+                          ex2_approx(s[2 * i + 1] * to_log2 - lse.y));
     }
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      float2 lse = row_stats(step, n, 0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* pair = s + 4 * n + 2 * half;
-        p[2 * n + half] = cvt_rn_x2<T>(ex2_approx(pair[0] * to_log2 - lse.x),
-                                       ex2_approx(pair[1] * to_log2 - lse.y));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 4; i += 4) {
-      *handed_over(i) = make_uint4(p[i], p[i + 1], p[i + 2], p[i + 3]);
-    }
+    store_registers(p_warp, p);
     bar_arrive(P_IS_THERE, 256);
-  };
-  auto take_probabilities = [&]() {
-    bar_sync(P_IS_THERE, 256);
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 4; i += 4) {
-      uint4 x = *handed_over(i);
-      p[i] = x.x, p[i + 1] = x.y, p[i + 2] = x.z, p[i + 3] = x.w;
-    }
   };
   // 4c (consumers). dv += p^T dout
   auto start_dv = [&](uint32 step) {
-    wait_for_dout(step);
-    start_rn<T, BLOCK_M, COLS, 1>(dv_acc, p, opaque(dout_part) + step % DOUT_STAGES * QUERY_BYTES);
+    uint32 dout_cols = dout_smem + wait_for_dout(step) + group * (QUERY_BYTES / 2);
+    start_rn<T, BLOCK_M, COLS, 1>(dv_acc, p, dout_cols);
   };
   auto dv_is_there = [&](uint32 step) {
     register_fence(dv_acc[0]);
@@ -285,15 +239,12 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     register_fence(s);
     wait_for_q(step);
     uint32 ds[BLOCK_M / 4];
+    const float2* rows = row_stats(step);
 #pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      float2 delta = row_stats(step, n, 1);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* pair = s + 4 * n + 2 * half;
-        ds[2 * n + half] = cvt_rn_x2<T>(cvt_first<T>(p[2 * n + half]) * (pair[0] - delta.x),
-                                        cvt_second<T>(p[2 * n + half]) * (pair[1] - delta.y));
-      }
+    for (int i = 0; i < BLOCK_M / 4; ++i) {
+      float2 delta = rows[i / 2 * 8 + 1];
+      ds[i] = cvt_rn_x2<T>(cvt_first<T>(p[i]) * (s[2 * i] - delta.x),
+                           cvt_second<T>(p[i]) * (s[2 * i + 1] - delta.y));
     }
     store_fragments<BLOCK_N>(ds_smem + step % 2 * P_BYTES, warp * 16, ds);
     fence_proxy_async();
@@ -301,8 +252,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   // 4e (consumers). dk += ds^T q
   auto start_dk = [&]() {
-    start_nn<T, BLOCK_M, COLS>(dk_acc, ds_smem + step % 2 * P_BYTES,
-                               q_part + step % Q_STAGES * QUERY_BYTES);
+    uint32 q_cols = q_smem + step % Q_STAGES * QUERY_BYTES + group * (QUERY_BYTES / 2);
+    start_nn<T, BLOCK_M, COLS>(dk_acc, ds_smem + step % 2 * P_BYTES, q_cols);
   };
   auto dk_is_there = [&]() {
     register_fence(dk_acc);
@@ -310,24 +261,28 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   // 4f (consumers). dq += ds k
   auto start_dq = [&](int part) __attribute__((always_inline)) {
-    start_tn<T, BLOCK_N>(dq[part], ds_smem + step % 2 * P_BYTES,
-                         opaque(k_part) + part * (BLOCK_N * 128));
+    uint32 k_cols = opaque(k_smem) + (group * PARTS + part) * (BLOCK_N * 128);
+    start_tn<T, BLOCK_N>(dq[part], ds_smem + step % 2 * P_BYTES, k_cols);
   };
   auto add_dq = [&](int part) __attribute__((always_inline)) {
     register_fence(dq[part]);
     mbarrier_wait(dq_empty + 8 * group, ~(step * PARTS + part) & 1);
-    uint32 dq_warp = dq_smem + group * PART_BYTES + warp * 4096;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float* to = reinterpret_cast<float*>(smem + dq_warp + n * 512) + lane_id * 4;
-      *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(dq[part] + 4 * n);
-    }
+    store_registers(smem + dq_smem + group * PART_BYTES + warp * 4096, dq[part]);
     fence_proxy_async();
     __syncwarp();
     if (lane_id == 0) mbarrier_arrive(dq_full + 8 * group);
   };
+  // All of a step's at once, up to its last part of dq.
+  auto gradients = [&]() __attribute__((always_inline)) {
+    start_dk();
+    start_dq(0);
+    start_dq(1);
+    wgmma_wait_group<1>();
+    dk_is_there();
+    add_dq(0);
+  };
+  if (steps > 0) mbarrier_wait(k_full, 0);
   if (steps > 0 && group == 0) {
-    mbarrier_wait(k_full, 0);
     start_scores(0);
     wgmma_wait_group<0>();
     probabilities(0);
@@ -354,10 +309,10 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     }
     bar_sync(DS_IS_THERE, 256);
   } else if (steps > 0) {
-    mbarrier_wait(k_full, 0);  // for dq
     mbarrier_wait(v_full, 0);
     start_dp(0);
-    take_probabilities();
+    bar_sync(P_IS_THERE, 256);
+    load_registers(p, p_warp);
     start_dv(0);
     wgmma_wait_group<1>();
     score_gradients(0);
@@ -365,16 +320,12 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     dv_is_there(0);
     for (; step + 1 < uint32(steps); ++step) {
       bar_sync(DS_IS_OURS, 128);
-      start_dk();
-      start_dq(0);
-      start_dq(1);
-      wgmma_wait_group<1>();
-      dk_is_there();
-      add_dq(0);
+      gradients();
       start_dp(step + 1);
       wgmma_wait_group<1>();
       add_dq(1);
-      take_probabilities();
+      bar_sync(P_IS_THERE, 256);
+      load_registers(p, p_warp);
       start_dv(step + 1);
       wgmma_wait_group<1>();
       score_gradients(step + 1);
@@ -384,19 +335,13 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     bar_sync(DS_IS_OURS, 128);
   }
   if (steps > 0) {  // the last step's, with nothing to begin
-    start_dk();
-    start_dq(0);
-    start_dq(1);
-    wgmma_wait_group<1>();
-    dk_is_there();
-    add_dq(0);
+    gradients();
     wgmma_wait_group<0>();
     add_dq(1);
   }
 
   // 5 (consumers). Scale and store
-  int key = k_start + warp * 16, col = group * COLS;
-  int keys = int(seqlen_k) - key;
+  int key = k_start + warp * 16, keys = int(seqlen_k) - key, col = group * COLS;
   float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
   store_rows(dk + offset_of(dk_strides, batch_index, head_kv, key) + col, dk_strides.row, dk_acc,
              scale, keys, int(head_dim) - col);

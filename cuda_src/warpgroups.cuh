@@ -10,6 +10,12 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
+#include "scores.cuh"
+
+// Initialises barriers that stand one behind the other.
+__device__ __forceinline__ void init_barriers(uint32 first, int barriers, int count) {
+  for (int i = 0; i < barriers; ++i) mbarrier_init(first + 8 * i, count);
+}
 
 // Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
 template <int ROWS, int COLS>
@@ -120,6 +126,39 @@ __device__ __forceinline__ void store_fragments(uint32 tile, int row, const uint
   for (int i = 0; i < N; i += 4) {  // four registers are 16 columns, two chunks of a row
     int chunk = i / 2 + lane_id / 16;
     stmatrix_x4(tile + chunk / 8 * (ROWS * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16, x + i);
+  }
+}
+
+// Registers of a warp to shared memory as they lie, 16 bytes of each lane after each other; back.
+template <typename R, int N>
+__device__ __forceinline__ void store_registers(char* to, const R (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    *reinterpret_cast<uint4*>(to + i * 128 + threadIdx.x % 32 * 16) =
+        *reinterpret_cast<const uint4*>(x + i);
+  }
+}
+
+template <typename R, int N>
+__device__ __forceinline__ void load_registers(R (&x)[N], const char* from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    *reinterpret_cast<uint4*>(x + i) =
+        *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 16);
+  }
+}
+
+// Hides those of a thread's transposed scores that its queries, from `query` on, do not see.
+template <int FEATURES, int N>
+__device__ __forceinline__ void hide_scores(float (&s)[N],
+                                            const ScoreParams<float>& score,
+                                            const KeyRange& band,
+                                            int query,
+                                            int key) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    int row = query + i / 4 * 8 + i % 2, col = key + i % 4 / 2 * 8;
+    if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
   }
 }
 

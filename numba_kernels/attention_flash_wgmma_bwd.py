@@ -27,7 +27,6 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import (
-    INF,
     LOG2E,
     advance,
     cdiv,
@@ -37,7 +36,6 @@ from .common import (
     offset_of,
     reinterpret,
     rem,
-    store16,
 )
 from .ptx_sm80 import (
     atom_inc,
@@ -70,14 +68,16 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, first_query, key_range, last_query, sees, tile_is_unmasked
+from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
+    hide_scores,
     load_tile,
     round_fragments,
     start_nt,
     start_rn,
     start_tn,
     store_fragments,
+    store_registers,
     store_rows,
 )
 
@@ -107,6 +107,7 @@ def attention_flash_wgmma_bwd(
     fence_acc, fence_part = register_fence(HEAD_DIM // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
     round_gradients = round_fragments(T, P)
+    hide, store_dq = hide_scores(FEATURES, SCORES), store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, HEAD_DIM // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -313,17 +314,12 @@ def attention_flash_wgmma_bwd(
             load16(row, 0, reinterpret(float32, advance(smem, at)), 0)
 
         # 4b (consumers). p = exp(s - lse)
-        def hide_scores(q_tile):
+        def hide_unseen(q_tile):
             fence_scores(s, 0)
             q_start, k_first = int32(q_tile * BLOCK_M), int32(k_start + group * 64)
             q_end, k_end = int32(q_start + BLOCK_M), int32(k_first + 64)
             if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_first, k_end):
-                for n in range(EIGHTS):
-                    for i in range(4):
-                        its_row = int32(q_start + first_col + 8 * n + (i & 1))
-                        its_col = int32(first_key_row + (i >> 1) * 8)
-                        if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
-                            s[4 * n + i] = -INF
+                hide(s, score, band, int32(q_start + first_col), first_key_row)
 
         def probabilities(step, n_begin, n_end):
             for n in range(n_begin, n_end):
@@ -375,9 +371,7 @@ def attention_flash_wgmma_bwd(
         def add_dq(step):
             fence_part(dq_part, 0)
             mbarrier_wait(dq_empty, ~step & 1)
-            for n in range(8):
-                to = advance(smem, uint32(dq_warp + n * 512 + lane_id * 16))
-                store16(reinterpret(float32, to), 0, dq_part, 4 * n)
+            store_dq(advance(smem, dq_warp), dq_part, 0)
             fence_proxy_async()
             cuda.syncwarp()
             if lane_id == 0:
@@ -389,7 +383,7 @@ def attention_flash_wgmma_bwd(
             mbarrier_wait(v_full, 0)
             start_dp(uint32(0))
             wait_but_for_one()
-            hide_scores(q_tile)
+            hide_unseen(q_tile)
             probabilities(uint32(0), 0, EIGHTS)
             wait_for_all()
             score_gradients(uint32(0))
@@ -405,7 +399,7 @@ def attention_flash_wgmma_bwd(
                 start_dp(following)
                 start_dk(step)
                 wait_but_for_two()
-                hide_scores(q_tile)
+                hide_unseen(q_tile)
                 probabilities(following, 0, EIGHTS)
                 wait_but_for_one()
                 score_gradients(following)
@@ -415,7 +409,7 @@ def attention_flash_wgmma_bwd(
                 wait_but_for_two()
                 add_dq(step)
                 wait_but_for_one()
-                hide_scores(q_tile)
+                hide_unseen(q_tile)
                 probabilities(following, 0, EIGHTS // 2)
                 dk_is_there(step)
                 start_dp(following)

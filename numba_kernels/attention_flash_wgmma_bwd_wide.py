@@ -24,17 +24,14 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import (
-    INF,
     LOG2E,
     advance,
     cdiv,
-    copy16,
     div,
     head_tile,
     offset_of,
     reinterpret,
     rem,
-    store16,
 )
 from .ptx_sm80 import (
     atom_inc,
@@ -61,7 +58,6 @@ from .ptx_sm90 import (
     fence_proxy_async_global,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
-    mbarrier_init,
     mbarrier_wait,
     opaque,
     register_fence,
@@ -69,14 +65,18 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, first_query, key_range, last_query, sees, tile_is_unmasked
+from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
+    hide_scores,
+    init_barriers,
+    load_registers,
     load_tile,
     start_nn,
     start_nt,
     start_rn,
     start_tn,
     store_fragments,
+    store_registers,
     store_rows,
 )
 
@@ -95,7 +95,6 @@ def attention_flash_wgmma_bwd_wide(
     DQ, PART_BYTES = BLOCK_M * HEAD_DIM, BLOCK_M * 64 * 4
     P_IS_THERE, DS_IS_THERE, DS_IS_OURS = 1, 2, 3  # barriers
     ACC, DQ_PARTS, SCORES, P = (1, COLS // 2), (PARTS, 32), BLOCK_M // 2, BLOCK_M // 4
-    EIGHTS = BLOCK_M // 8  # of queries
 
     give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
     load_keys, load_queries = load_tile(BLOCK_N, HEAD_DIM), load_tile(BLOCK_M, HEAD_DIM)
@@ -107,6 +106,9 @@ def attention_flash_wgmma_bwd_wide(
     fence_scores, fence_p = register_fence(SCORES), register_fence(P)
     fence_acc, fence_part = register_fence(COLS // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
+    hide = hide_scores(FEATURES, SCORES)
+    store_p, load_p = store_registers(uint32, P), load_registers(uint32, P)
+    store_dq = store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, COLS // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -135,16 +137,13 @@ def attention_flash_wgmma_bwd_wide(
         shared = cuda.shared.array(0, uint32, 16)
         shared_at = shared_address(shared, 0)
         k_smem = uint32(cdiv(shared_at, 1024) * 1024)
-        v_smem = uint32(k_smem + KEY_BYTES)
-        q_smem = uint32(v_smem + KEY_BYTES)
+        v_smem, q_smem = uint32(k_smem + KEY_BYTES), uint32(k_smem + 2 * KEY_BYTES)
         dout_smem = uint32(q_smem + Q_STAGES * QUERY_BYTES)
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
-        p_smem = uint32(ds_smem + 2 * P_BYTES)
-        dq_smem = uint32(p_smem + P_BYTES)
+        p_smem, dq_smem = uint32(ds_smem + 2 * P_BYTES), uint32(ds_smem + 3 * P_BYTES)
         stats_smem = uint32(dq_smem + 2 * PART_BYTES)
         k_full = uint32(stats_smem + Q_STAGES * STATS_BYTES)
-        v_full = uint32(k_full + 8)
-        q_full = uint32(v_full + 8)
+        v_full, q_full = uint32(k_full + 8), uint32(k_full + 8 * 2)
         q_empty = uint32(q_full + 8 * Q_STAGES)
         dout_full = uint32(q_empty + 8 * Q_STAGES)
         dout_empty = uint32(dout_full + 8 * DOUT_STAGES)
@@ -154,17 +153,13 @@ def attention_flash_wgmma_bwd_wide(
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8 * 2))
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:
-            mbarrier_init(k_full, 1)
-            mbarrier_init(v_full, 1)
-            for stage in range(Q_STAGES):
-                mbarrier_init(uint32(q_full + 8 * stage), 2)  # for q and for the statistics
-                mbarrier_init(uint32(q_empty + 8 * stage), 8)
-            for stage in range(DOUT_STAGES):
-                mbarrier_init(uint32(dout_full + 8 * stage), 1)
-                mbarrier_init(uint32(dout_empty + 8 * stage), 8)
-            for adder in range(2):
-                mbarrier_init(uint32(dq_full + 8 * adder), 4)
-                mbarrier_init(uint32(dq_empty + 8 * adder), 1)
+            init_barriers(k_full, 2, 1)  # and v_full
+            init_barriers(q_full, Q_STAGES, 2)  # for q and for the statistics
+            init_barriers(q_empty, Q_STAGES, 8)  # of each warp, as those that follow
+            init_barriers(dout_full, DOUT_STAGES, 1)
+            init_barriers(dout_empty, DOUT_STAGES, 8)
+            init_barriers(dq_full, 2, 4)
+            init_barriers(dq_empty, 2, 1)
             fence_mbarrier_init()
             griddepcontrol_wait()  # for statistics, and zeros in sums and counters
             if DETERMINISTIC:
@@ -180,9 +175,7 @@ def attention_flash_wgmma_bwd_wide(
         heads_each = int32(div(uint32(heads_q), uint32(heads_kv)))
         batch_index = int32(div(of_all, uint32(heads_kv)))
         head_kv = int32(rem(of_all, uint32(heads_kv)))
-        k_tile = int32(tile)
-        k_start = int32(k_tile * BLOCK_N)
-
+        k_tile, k_start = int32(tile), int32(tile * BLOCK_N)
         band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
         q_first = first_query(FEATURES, band, k_start)
         q_last = last_query(FEATURES, band, int32(k_start + BLOCK_N))
@@ -192,8 +185,7 @@ def attention_flash_wgmma_bwd_wide(
         steps = uint32(heads_each * (tile_end - tile_first))
         # First to last, or where the later ones are done first, last to first; then the next head.
         head_tiles = int32((batch_index * int32(heads_q) + head_kv * heads_each) * tiles_q)
-        tile_from = int32(tile_end - 1 if DETERMINISTIC else tile_first)
-        q_tile = tile_from
+        tile_from = q_tile = int32(tile_end - 1 if DETERMINISTIC else tile_first)
 
         def next_query_tile(q_tile, head_tiles):
             q_tile = int32(q_tile - 1 if DETERMINISTIC else q_tile + 1)
@@ -208,40 +200,34 @@ def attention_flash_wgmma_bwd_wide(
             fence_proxy_async_global()  # the copy engine is to see what ordinary stores wrote
             if thread == 32 or thread == 64:
                 # 4f (adder). dq += ds k
-                # Its loops stay loops, for want of registers.
-                adder = int32((thread >> 5) - 1)
-                full, empty = uint32(dq_full + 8 * adder), uint32(dq_empty + 8 * adder)
-                part_smem = uint32(dq_smem + adder * PART_BYTES)
-                step = uint32(0)
-                while step < steps:
-                    query_tile, turn = int32(head_tiles + q_tile), int32(0)
+                adder, part, turn = int32((thread >> 5) - 1), uint32(0), int32(0)
+                while part < steps * PARTS:
+                    query_tile = int32(head_tiles + q_tile)
+                    panel = int32(adder * PARTS + rem(part, PARTS))
                     counter = advance(turns, 1 + 2 * query_tile + adder)
-                    part = int32(0)
-                    while part < PARTS:
-                        mbarrier_wait(full, (step * PARTS + part) & 1)
-                        if DETERMINISTIC and part == 0:
-                            its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
-                            turn = int32(k_tile - div(its_first, BLOCK_N))
-                            while ld_acquire(counter) != turn:
-                                pass
-                            fence_proxy_async_global()
-                        warp = int32(0)
-                        while warp < 4:
-                            panel = int32((warp * 2 + adder) * PARTS + part)
-                            total = advance(dq_acc, int64(query_tile) * DQ + panel * 1024)
-                            of_warp = uint32(part_smem + warp * 4096)
-                            cp_reduce_async_bulk_add(total, of_warp, 4096)
-                            warp = int32(opaque(uint32(warp + 1)))
-                        cp_async_bulk_commit_group()
-                        wait_for_reads()
-                        mbarrier_arrive(empty)
-                        part = int32(opaque(uint32(part + 1)))
-                    if DETERMINISTIC:
-                        wait_for_sums()
+                    mbarrier_wait(uint32(dq_full + 8 * adder), part & 1)
+                    if DETERMINISTIC and rem(part, PARTS) == 0:
+                        its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
+                        turn = int32(k_tile - div(its_first, BLOCK_N))
+                        while ld_acquire(counter) != turn:
+                            pass
                         fence_proxy_async_global()
-                        st_release(counter, int32(turn + 1))
-                    q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
-                    step = uint32(step + 1)
+                    warp = uint32(0)
+                    while warp < 4:
+                        panel_at = int64(query_tile) * DQ + (warp * 2 * PARTS + panel) * 1024
+                        of_warp = uint32(dq_smem + adder * PART_BYTES + warp * 4096)
+                        cp_reduce_async_bulk_add(advance(dq_acc, panel_at), of_warp, 4096)
+                        warp = opaque(uint32(warp + 1))  # stays a loop, for want of registers
+                    cp_async_bulk_commit_group()
+                    wait_for_reads()
+                    mbarrier_arrive(uint32(dq_empty + 8 * adder))
+                    if rem(part, PARTS) == PARTS - 1:
+                        if DETERMINISTIC:
+                            wait_for_sums()
+                            fence_proxy_async_global()
+                            st_release(counter, int32(turn + 1))
+                        q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                    part = uint32(part + 1)
             if thread != 0 or steps == 0:
                 return
 
@@ -259,9 +245,8 @@ def attention_flash_wgmma_bwd_wide(
                 head = int32(div(uint32(head_tiles), uint32(tiles_q)) - batch_index * heads_q)
                 q_start = int32(q_tile * BLOCK_M)
                 mbarrier_wait(uint32(q_empty + 8 * slot), ~div(step, Q_STAGES) & 1)
-                load_queries(
-                    uint32(q_smem + slot * QUERY_BYTES), q_map, full, q_start, head, batch_index
-                )
+                to = uint32(q_smem + slot * QUERY_BYTES)
+                load_queries(to, q_map, full, q_start, head, batch_index)
                 mbarrier_arrive_expect_tx(full, STATS_BYTES)
                 of_tile = advance(stats, int64(int32(head_tiles + q_tile)) * (BLOCK_M * 2))
                 cp_async_bulk(uint32(stats_smem + slot * STATS_BYTES), of_tile, STATS_BYTES, full)
@@ -269,10 +254,8 @@ def attention_flash_wgmma_bwd_wide(
                     load_keys(v_smem, v_map, v_full, k_start, head_kv, batch_index)
                 slot = uint32(rem(step, DOUT_STAGES))
                 mbarrier_wait(uint32(dout_empty + 8 * slot), ~div(step, DOUT_STAGES) & 1)
-                load_queries(
-                    uint32(dout_smem + slot * QUERY_BYTES), dout_map,
-                    uint32(dout_full + 8 * slot), q_start, head, batch_index,
-                )  # fmt: skip
+                full, to = uint32(dout_full + 8 * slot), uint32(dout_smem + slot * QUERY_BYTES)
+                load_queries(to, dout_map, full, q_start, head, batch_index)
                 q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
                 step = uint32(step + 1)
             return
@@ -283,59 +266,47 @@ def attention_flash_wgmma_bwd_wide(
         first_key_row = int32(k_start + warp * 16 + (lane_id >> 2))
         first_col = int32((lane_id & 3) * 2)
         to_log2 = float32(score.scale) * float32(LOG2E)
-        # Our columns of q, of dout and of K.
-        q_part = uint32(q_smem + group * (QUERY_BYTES // 2))
-        dout_part = uint32(dout_smem + group * (QUERY_BYTES // 2))
-        k_part = uint32(k_smem + group * (KEY_BYTES // 2))
+        p_warp = advance(smem, uint32(p_smem + warp * (P_BYTES // 4)))
 
         # 3 (consumers). Start dk and dv
         dk_acc = cuda.local.array(ACC, float32)
         dv_acc = cuda.local.array(ACC, float32)
         for i in range(COLS // 2):
-            dk_acc[0, i] = 0
-            dv_acc[0, i] = 0
+            dk_acc[0, i] = dv_acc[0, i] = 0
 
         # 4 (consumers). Walk over the query tiles
         s = cuda.local.array(SCORES, float32)  # s or dout v^T: keys down, queries across
         dq = cuda.local.array(DQ_PARTS, float32)
         p = cuda.local.array(P, uint32)
         ds = cuda.local.array(P, uint32)
-        row = cuda.local.array(2, float32)
         step = uint32(0)  # that is being ended; the next one is being begun
 
         def free_slot(empty):
             if lane_id == 0:
                 mbarrier_arrive(empty)
 
+        # Where q, or dout, of a step lies in its ring, as soon as it is there.
         def wait_for_q(step):
             slot = rem(step, Q_STAGES)
             mbarrier_wait(uint32(q_full + 8 * slot), div(step, Q_STAGES) & 1)
+            return uint32(slot * QUERY_BYTES)
 
         def wait_for_dout(step):
             slot = rem(step, DOUT_STAGES)
             mbarrier_wait(uint32(dout_full + 8 * slot), div(step, DOUT_STAGES) & 1)
+            return opaque(uint32(slot * QUERY_BYTES))
 
-        # lse, or delta, of both of a thread's queries in the n-th eight of them.
-        def row_stats(step, n, which):
-            at = stats_smem + rem(step, Q_STAGES) * STATS_BYTES + (first_col + 8 * n) * 8
-            pair_at = reinterpret(float32, advance(smem, uint32(at + which * 8)))
-            row[0] = pair_at[0]
-            row[1] = pair_at[1]
-
-        # Where a thread leaves 16 bytes of p, and its like in the other warpgroup finds them.
-        def handed_over(i):
-            at = uint32(p_smem + ((i >> 2) * 128 + (thread & 127)) * 16)
-            return reinterpret(uint32, advance(smem, at))
+        # Both lse of a thread's first two queries, both delta behind them; eight queries on, the
+        # next.
+        def row_stats(step):
+            at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + first_col * 8)
+            return reinterpret(float32, advance(smem, at))
 
         def start_scores(step):
-            wait_for_q(step)
-            from_q = uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES)
-            multiply_nt(s, opaque(k_smem), from_q)
+            multiply_nt(s, opaque(k_smem), uint32(q_smem + wait_for_q(step)))
 
         def start_dp(step):
-            wait_for_dout(step)
-            from_dout = uint32(opaque(dout_smem) + rem(step, DOUT_STAGES) * QUERY_BYTES)
-            multiply_nt(s, opaque(v_smem), from_dout)
+            multiply_nt(s, opaque(v_smem), uint32(dout_smem + wait_for_dout(step)))
 
         # 4b (consumers). p = exp(s - lse)
         def probabilities(step, q_tile):
@@ -343,34 +314,20 @@ def attention_flash_wgmma_bwd_wide(
             q_start = int32(q_tile * BLOCK_M)
             q_end, k_end = int32(q_start + BLOCK_M), int32(k_start + BLOCK_N)
             if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_start, k_end):
-                for n in range(EIGHTS):
-                    for i in range(4):
-                        its_row = int32(q_start + first_col + 8 * n + (i & 1))
-                        its_col = int32(first_key_row + (i >> 1) * 8)
-                        if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
-                            s[4 * n + i] = -INF
-            for n in range(EIGHTS):
-                row_stats(step, n, 0)
-                for half in range(2):
-                    i = 4 * n + 2 * half
-                    p[2 * n + half] = pair(
-                        ex2_approx(s[i] * to_log2 - row[0]),
-                        ex2_approx(s[i + 1] * to_log2 - row[1]),
-                    )
-            for i in range(0, P, 4):
-                copy16(handed_over(i), 0, p, i)
+                hide(s, score, band, int32(q_start + first_col), first_key_row)
+            rows = row_stats(step)
+            for i in range(P):
+                p[i] = pair(
+                    ex2_approx(s[2 * i] * to_log2 - rows[(i >> 1) * 16]),
+                    ex2_approx(s[2 * i + 1] * to_log2 - rows[(i >> 1) * 16 + 1]),
+                )
+            store_p(p_warp, p, 0)
             bar_arrive(P_IS_THERE, 256)
-
-        def take_probabilities():
-            bar_sync(P_IS_THERE, 256)
-            for i in range(0, P, 4):
-                copy16(p, i, handed_over(i), 0)
 
         # 4c (consumers). dv += p^T dout
         def start_dv(step):
-            wait_for_dout(step)
-            from_dout = uint32(opaque(dout_part) + rem(step, DOUT_STAGES) * QUERY_BYTES)
-            multiply_rn(dv_acc, p, from_dout)
+            dout_cols = dout_smem + wait_for_dout(step) + group * (QUERY_BYTES // 2)
+            multiply_rn(dv_acc, p, uint32(dout_cols))
 
         def dv_is_there(step):
             fence_acc(dv_acc, 0)
@@ -382,22 +339,20 @@ def attention_flash_wgmma_bwd_wide(
         def score_gradients(step):
             fence_scores(s, 0)
             wait_for_q(step)
-            for n in range(EIGHTS):
-                row_stats(step, n, 1)
-                for half in range(2):
-                    i = 4 * n + 2 * half
-                    ds[2 * n + half] = pair(
-                        first(p[2 * n + half]) * (s[i] - row[0]),
-                        second(p[2 * n + half]) * (s[i + 1] - row[1]),
-                    )
+            rows = row_stats(step)
+            for i in range(P):
+                ds[i] = pair(
+                    first(p[i]) * (s[2 * i] - rows[(i >> 1) * 16 + 2]),
+                    second(p[i]) * (s[2 * i + 1] - rows[(i >> 1) * 16 + 3]),
+                )
             store_ds(uint32(ds_smem + rem(step, 2) * P_BYTES), warp * 16, ds)
             fence_proxy_async()
             bar_arrive(DS_IS_THERE, 256)
 
         # 4e (consumers). dk += ds^T q
         def start_dk(step):
-            from_q = uint32(q_part + rem(step, Q_STAGES) * QUERY_BYTES)
-            multiply_nn(dk_acc, uint32(ds_smem + rem(step, 2) * P_BYTES), from_q)
+            q_cols = q_smem + rem(step, Q_STAGES) * QUERY_BYTES + group * (QUERY_BYTES // 2)
+            multiply_nn(dk_acc, uint32(ds_smem + rem(step, 2) * P_BYTES), uint32(q_cols))
 
         def dk_is_there(step):
             fence_acc(dk_acc, 0)
@@ -405,23 +360,32 @@ def attention_flash_wgmma_bwd_wide(
 
         # 4f (consumers). dq += ds k
         def start_dq(step, part):
+            k_cols = opaque(k_smem) + (group * PARTS + part) * (BLOCK_N * 128)
             from_ds = uint32(ds_smem + rem(step, 2) * P_BYTES)
-            multiply_tn(dq, part * 32, from_ds, uint32(opaque(k_part) + part * (BLOCK_N * 128)))
+            multiply_tn(dq, part * 32, from_ds, uint32(k_cols))
 
         def add_dq(step, part):
             fence_part(dq, part * 32)
             mbarrier_wait(uint32(dq_empty + 8 * group), ~(step * PARTS + part) & 1)
             dq_warp = uint32(dq_smem + group * PART_BYTES + warp * 4096)
-            for n in range(8):
-                to = advance(smem, uint32(dq_warp + n * 512 + lane_id * 16))
-                store16(reinterpret(float32, to), 0, dq, part * 32 + 4 * n)
+            store_dq(advance(smem, dq_warp), dq, part * 32)
             fence_proxy_async()
             cuda.syncwarp()
             if lane_id == 0:
                 mbarrier_arrive(uint32(dq_full + 8 * group))
 
-        if steps > 0 and group == 0:
+        # All of a step's at once, up to its last part of dq.
+        def gradients(step):
+            start_dk(step)
+            start_dq(step, 0)
+            start_dq(step, 1)
+            wait_but_for_one()
+            dk_is_there(step)
+            add_dq(step, 0)
+
+        if steps > 0:
             mbarrier_wait(k_full, 0)
+        if steps > 0 and group == 0:
             start_scores(uint32(0))
             wait_for_all()
             probabilities(uint32(0), q_tile)
@@ -449,10 +413,10 @@ def attention_flash_wgmma_bwd_wide(
                 step = following
             bar_sync(DS_IS_THERE, 256)
         elif steps > 0:
-            mbarrier_wait(k_full, 0)  # for dq
             mbarrier_wait(v_full, 0)
             start_dp(uint32(0))
-            take_probabilities()
+            bar_sync(P_IS_THERE, 256)
+            load_p(p, p_warp)
             start_dv(uint32(0))
             wait_but_for_one()
             score_gradients(uint32(0))
@@ -461,16 +425,12 @@ def attention_flash_wgmma_bwd_wide(
             while uint32(step + 1) < steps:
                 following = uint32(step + 1)
                 bar_sync(DS_IS_OURS, 128)
-                start_dk(step)
-                start_dq(step, 0)
-                start_dq(step, 1)
-                wait_but_for_one()
-                dk_is_there(step)
-                add_dq(step, 0)
+                gradients(step)
                 start_dp(following)
                 wait_but_for_one()
                 add_dq(step, 1)
-                take_probabilities()
+                bar_sync(P_IS_THERE, 256)
+                load_p(p, p_warp)
                 start_dv(following)
                 wait_but_for_one()
                 score_gradients(following)
@@ -479,12 +439,7 @@ def attention_flash_wgmma_bwd_wide(
                 step = following
             bar_sync(DS_IS_OURS, 128)
         if steps > 0:  # the last step's, with nothing to begin
-            start_dk(step)
-            start_dq(step, 0)
-            start_dq(step, 1)
-            wait_but_for_one()
-            dk_is_there(step)
-            add_dq(step, 0)
+            gradients(step)
             wait_for_all()
             add_dq(step, 1)
 

@@ -13,13 +13,14 @@ Twin: cuda_src/warpgroups.cuh.
 from numba import cuda
 from numba.cuda import types
 
-from .common import advance, copy16, reinterpret
+from .common import INF, advance, copy16, reinterpret
 from .ptx_sm80 import cvt_rn_x2, st_shared_x4
 from .ptx_sm90 import (
     bar_sync,
     cp_async_bulk_tensor_4d,
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
+    mbarrier_init,
     register_fence,
     stmatrix_x4,
     wgmma_commit_group,
@@ -30,8 +31,16 @@ from .ptx_sm90 import (
     wgmma_ss_trans,
     wgmma_ss_trans_b,
 )
+from .scores import sees
 
 int32, uint32 = types.int32, types.uint32
+
+
+# Initialises barriers that stand one behind the other.
+@cuda.jit(device=True, forceinline=True)
+def init_barriers(first, barriers, count):
+    for i in range(barriers):
+        mbarrier_init(uint32(first + 8 * i), count)
 
 
 # Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
@@ -160,6 +169,40 @@ def store_fragments(ROWS, N):
             chunk = (i >> 1) + (lane_id >> 4)
             at = (chunk >> 3) * (ROWS * 128) + row * 128 + ((chunk & 7) ^ (row & 7)) * 16
             stmatrix_x4(uint32(tile + at), x, i)
+
+    return function
+
+
+# N registers (R) of a warp, from x[at] on, to shared memory as they lie, 16 bytes of each lane
+# after each other; and back.
+def store_registers(R, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(to, x, at):
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        for i in range(0, N, 4):
+            copy16(reinterpret(R, advance(to, i * 128 + lane_id * 16)), 0, x, at + i)
+
+    return function
+
+
+def load_registers(R, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(x, start):
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        for i in range(0, N, 4):
+            copy16(x, i, reinterpret(R, advance(start, i * 128 + lane_id * 16)), 0)
+
+    return function
+
+
+# Hides those of a thread's N transposed scores that its queries, from `query` on, do not see.
+def hide_scores(FEATURES, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, score, band, query, key):
+        for i in range(N):
+            row, col = int32(query + (i >> 2) * 8 + (i & 1)), int32(key + ((i & 3) >> 1) * 8)
+            if not sees(FEATURES, score, band, 0, 0, row, col):
+                s[i] = -INF
 
     return function
 
