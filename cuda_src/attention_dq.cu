@@ -38,18 +38,20 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
   for (int lane = 0; lane < 4; ++lane) load16(x + 4 * lane, dq_acc + int64(index) * 16 + 4 * lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    acc_t<T> y[8];
+    if (row + 8 * half >= seqlen_q) continue;
+    uint32 y[4];  // pairs: of single elements the compiler would make four stores
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = x[i / 2 * 4 + 2 * half + i % 2] * acc_t<T>(scale);
-    if (row + 8 * half < seqlen_q) {
-      T* to = dq + 8 * half * dq_strides.row;
-      if (col + 8 <= head_dim) {
-        store16(to, y);
-      } else {
+    for (int i = 0; i < 4; ++i) {
+      const acc_t<T>* pair = x + 4 * i + 2 * half;
+      y[i] = cvt_rn_x2<T>(pair[0] * acc_t<T>(scale), pair[1] * acc_t<T>(scale));
+    }
+    T* to = dq + 8 * half * dq_strides.row;
+    if (col + 8 <= head_dim) {
+      __stwb(reinterpret_cast<uint4*>(to), make_uint4(y[0], y[1], y[2], y[3]));
+    } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (col + i < head_dim) to[i] = from_acc<T>(y[i]);
-        }
+      for (int i = 0; i < 8; ++i) {
+        if (col + i < head_dim) to[i] = reinterpret_cast<const T*>(y)[i];
       }
     }
   }

@@ -5,13 +5,14 @@
 // As attention_flash_mma_bwd, a block keeps a tile of keys and walks over the queries that see
 // them. The products are wgmmas of transposed scores, keys down and queries across: p^T and ds^T
 // then lie in registers as the next products want them, and only ds goes through shared memory, for
-// dq. A producer's copies keep rings of q and dout filled. The next scores are started before this
-// step's dq and dk are there; where a step ends nothing is under way, or the compiler would wait
-// after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by the
-// copy engine: the consumers put it into shared memory and go on, and another thread, the adder,
-// sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile says
-// whose turn it is to add: the order of the keys. Blocks then take their key tiles from a counter
-// as well: whoever waits for a turn waits for a block that has started.
+// dq. A producer's copies keep rings of q and dout filled. dv is started as soon as p is there: ds
+// is then made, stored and waited for while the tensor cores have work. The next scores are started
+// before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
+// wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
+// the copy engine: the consumers put it into shared memory and go on, and another thread, the
+// adder, sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile
+// says whose turn it is to add: the order of the keys. Blocks then take their key tiles from a
+// counter as well: whoever waits for a turn waits for a block that has started.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
 //                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
@@ -58,9 +59,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
   constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
   constexpr int DQ = BLOCK_M * HEAD_DIM;  // elements, 1024 of them a warp's
+  constexpr int PARTS = BLOCK_M / 64;     // of 64 queries; with two of them HEAD_DIM is 64
 
-  extern __shared__ uint4 shared[];
-  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024;
+  extern __shared__ __align__(1024) char shared[];
+  uint32 k_smem = shared_address(shared);
   uint32 v_smem = k_smem + KEY_BYTES;
   uint32 q_smem = v_smem + KEY_BYTES;
   uint32 dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
@@ -71,21 +73,16 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
   uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8;
-  char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
+  char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
   if (threadIdx.x == 0) {
-    mbarrier_init(k_full, 1);
-    mbarrier_init(v_full, 1);
+    init_barriers(k_full, 2, 1);         // and v_full
+    init_barriers(q_full, Q_STAGES, 2);  // for q and for the statistics
+    init_barriers(q_empty, Q_STAGES, WARPS);
+    init_barriers(dout_full, DOUT_STAGES, 1);
+    init_barriers(dout_empty, DOUT_STAGES, WARPS);
     mbarrier_init(dq_full, WARPS);
     mbarrier_init(dq_empty, 1);
-    for (int stage = 0; stage < Q_STAGES; ++stage) {
-      mbarrier_init(q_full + 8 * stage, 2);  // for q and for the statistics
-      mbarrier_init(q_empty + 8 * stage, WARPS);
-    }
-    for (int stage = 0; stage < DOUT_STAGES; ++stage) {
-      mbarrier_init(dout_full + 8 * stage, 1);
-      mbarrier_init(dout_empty + 8 * stage, WARPS);
-    }
     fence_mbarrier_init();
     griddepcontrol_wait();  // for statistics, and zeros in sums and counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
@@ -111,12 +108,12 @@ __global__ void __launch_bounds__(THREADS, 1)
   int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
   int steps = heads_each * (tile_end - tile_first);
   // First to last, or where the later ones are done first, last to first; then the next head.
-  int head_tiles = (batch_index * int(heads_q) + head_kv * heads_each) * tiles_q;
+  int head = head_kv * heads_each;
   int q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
   auto next_query_tile = [&]() {
     if (DETERMINISTIC ? --q_tile < tile_first : ++q_tile == tile_end) {
       q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
-      head_tiles += tiles_q;
+      ++head;
     }
   };
 
@@ -128,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       // 4f (adder). dq += ds k
       for (int step = 0; step < steps; ++step) {
         mbarrier_wait(dq_full, step & 1);
-        int query_tile = head_tiles + q_tile, turn = 0;
+        int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile, turn = 0;
         if (DETERMINISTIC) {
           turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
           while (ld_acquire(turns + 1 + query_tile) != turn) {
@@ -157,13 +154,14 @@ __global__ void __launch_bounds__(THREADS, 1)
       // 4a (producer). Load q, dout, lse and delta
       // To wait for an empty slot is to wait for the phase before: a fresh barrier has had it.
       uint32 slot = uint32(step) % Q_STAGES, full = q_full + 8 * slot;
-      int head = head_tiles / tiles_q - batch_index * int(heads_q), q_start = q_tile * BLOCK_M;
+      int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile;
+      int q_start = q_tile * BLOCK_M;
       mbarrier_wait(q_empty + 8 * slot, ~(uint32(step) / Q_STAGES) & 1);
       load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * QUERY_BYTES, q_map, full, q_start, head,
                                    batch_index);
       mbarrier_arrive_expect_tx(full, STATS_BYTES);
-      cp_async_bulk(stats_smem + slot * STATS_BYTES,
-                    stats + int64(head_tiles + q_tile) * (BLOCK_M * 2), STATS_BYTES, full);
+      cp_async_bulk(stats_smem + slot * STATS_BYTES, stats + int64(query_tile) * (BLOCK_M * 2),
+                    STATS_BYTES, full);
       if (step == 0) {  // the scores come first
         load_tile<BLOCK_N, HEAD_DIM>(v_smem, v_map, v_full, k_start, head_kv, batch_index);
       }
@@ -194,7 +192,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   // 4 (consumers). Walk over the query tiles
   float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq_part[32];  // keys down, queries across
-  uint32 p[BLOCK_M / 4], ds[BLOCK_M / 4];
+  uint32 p[BLOCK_M / 4], p_copy[BLOCK_M / 4], ds[BLOCK_M / 4];
   uint32 step = 0;  // that is being ended; the next one is being begun
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
@@ -204,15 +202,17 @@ __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_wait(q_full + 8 * slot, step / Q_STAGES & 1);
     start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, k_rows, q_smem + slot * QUERY_BYTES);
   };
+  auto wait_for_dout = [&](uint32 step) {
+    mbarrier_wait(dout_full + 8 * (step % DOUT_STAGES), step / DOUT_STAGES & 1);
+  };
   auto start_dp = [&](uint32 step) {
     uint32 slot = step % DOUT_STAGES;
-    mbarrier_wait(dout_full + 8 * slot, step / DOUT_STAGES & 1);
     start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_smem + slot * QUERY_BYTES);
   };
   // Both lse and both delta of a thread's queries in the n-th eight of them.
   auto row_stats = [&](uint32 step, int n) {
-    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + (first_col + 8 * n) * 8;
-    return *reinterpret_cast<const float4*>(smem + at);
+    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + first_col * 8;
+    return reinterpret_cast<const float4*>(smem + at)[4 * n];
   };
   // 4b (consumers). p = exp(s - lse)
   auto hide_unseen = [&]() {
@@ -221,9 +221,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_first, k_first + 64)) return;
     hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
   };
-  auto probabilities = [&](uint32 step, int n_begin, int n_end) __attribute__((always_inline)) {
+  // Of one part of the queries.
+  auto probabilities = [&](uint32 step, int part) __attribute__((always_inline)) {
 #pragma unroll
-    for (int n = n_begin; n < n_end; ++n) {
+    for (int n = 8 * part; n < 8 * part + 8; ++n) {
       float4 row = row_stats(step, n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -233,19 +234,19 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
-  // What a step begins with, and the last one has alone: p and ds of its queries are there.
-  auto start_gradients = [&]() {
-    uint32 slot = step % DOUT_STAGES, ds_tile = step % 2 * DS_BYTES;
-    store_fragments<BLOCK_N>(ds_smem + ds_tile, warp_key, ds);
-    fence_proxy_async();
-    // 4c (consumers). dv += p^T dout
-    start_rn<T, BLOCK_M, HEAD_DIM, 1>(dv_acc, p, dout_smem + slot * QUERY_BYTES);
-    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
-    start_tn<T, BLOCK_N>(dq_part, ds_part + ds_tile, k_part);
-    wgmma_wait_group<1>();
+  // 4c (consumers). dv += p^T dout
+  // Of the same part. Meanwhile ds is made of p: of the copy, since p is being read.
+  auto start_dv = [&](uint32 step, int part) __attribute__((always_inline)) {
+    auto& of_part = reinterpret_cast<uint32(&)[16]>(p[16 * part]);
+    register_copy(reinterpret_cast<uint32(&)[16]>(p_copy[16 * part]), of_part);
+    uint32 rows = dout_smem + step % DOUT_STAGES * QUERY_BYTES + part * (64 * 128);
+    start_rn<T, 64, HEAD_DIM, 1>(dv_acc, of_part, rows);
+  };
+  auto dv_is_there = [&](uint32 step) {
+    wgmma_wait_group<0>();
     register_fence(dv_acc[0]);
     register_fence(p);
-    free_slot(dout_empty + 8 * slot);
+    free_slot(dout_empty + 8 * (step % DOUT_STAGES));
   };
   // 4d (consumers). ds = p * (dout v^T - delta)
   // p is that in 16 bits, as for dv: there is no room for both.
@@ -257,22 +258,26 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* pair = dp + 4 * n + 2 * half;
-        pair[0] = cvt_first<T>(p[2 * n + half]) * (pair[0] - row.z);
-        pair[1] = cvt_second<T>(p[2 * n + half]) * (pair[1] - row.w);
+        pair[0] = cvt_first<T>(p_copy[2 * n + half]) * (pair[0] - row.z);
+        pair[1] = cvt_second<T>(p_copy[2 * n + half]) * (pair[1] - row.w);
       }
     }
+    round_fragments<T>(ds, dp);
+    store_fragments<BLOCK_N>(ds_smem + step % 2 * DS_BYTES, warp_key, ds);
+    fence_proxy_async();
+    bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
   };
   // 4e (consumers). dk += ds^T q
   auto start_dk = [&]() {
     start_rn<T, BLOCK_M, HEAD_DIM, 1>(dk_acc, ds, q_smem + step % Q_STAGES * QUERY_BYTES);
   };
   auto dk_is_there = [&]() {
-    wgmma_wait_group<0>();
     register_fence(dk_acc[0]);
     register_fence(ds);
     free_slot(q_empty + 8 * (step % Q_STAGES));
   };
-  // 4f (consumers). dq += ds k: it is there
+  // 4f (consumers). dq += ds k
+  auto start_dq = [&]() { start_tn<T, BLOCK_N>(dq_part, ds_part + step % 2 * DS_BYTES, k_part); };
   auto add_dq = [&]() {
     register_fence(dq_part);
     mbarrier_wait(dq_empty, ~step & 1);
@@ -285,49 +290,57 @@ __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_wait(k_full, 0);
     start_scores(0);
     mbarrier_wait(v_full, 0);
+    wait_for_dout(0);
     start_dp(0);
     wgmma_wait_group<1>();
     hide_unseen();
-    probabilities(0, 0, BLOCK_M / 8);
-    wgmma_wait_group<0>();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      probabilities(0, part);
+      start_dv(0, part);
+    }
+    wgmma_wait_group<PARTS>();
     score_gradients(0);
-    round_fragments<T>(ds, dp);
+    dv_is_there(0);
   }
   for (; step + 1 < uint32(steps); ++step) {
     next_query_tile();
-    start_gradients();
+    start_dq();
     start_scores(step + 1);
+    start_dk();
+    wgmma_wait_group<2>();
+    add_dq();
     if constexpr (BLOCK_M == 64) {
-      wgmma_wait_group<1>();
-      add_dq();
+      wait_for_dout(step + 1);
       start_dp(step + 1);
-      start_dk();
       wgmma_wait_group<2>();
       hide_unseen();
-      probabilities(step + 1, 0, BLOCK_M / 8);
-      wgmma_wait_group<1>();
-      score_gradients(step + 1);
+      probabilities(step + 1, 0);
+      start_dv(step + 1, 0);
+      wgmma_wait_group<2>();
       dk_is_there();
     } else {  // dp has to wait for the registers that half of the scores and ds leave
-      start_dk();
-      wgmma_wait_group<2>();
-      add_dq();
       wgmma_wait_group<1>();
       hide_unseen();
-      probabilities(step + 1, 0, BLOCK_M / 16);
+      probabilities(step + 1, 0);
+      wait_for_dout(step + 1);
+      start_dv(step + 1, 0);
+      wgmma_wait_group<1>();
       dk_is_there();
       start_dp(step + 1);
-      probabilities(step + 1, BLOCK_M / 16, BLOCK_M / 8);
-      wgmma_wait_group<0>();
-      score_gradients(step + 1);
+      probabilities(step + 1, 1);
+      start_dv(step + 1, 1);
     }
-    round_fragments<T>(ds, dp);
+    wgmma_wait_group<1>();
+    score_gradients(step + 1);
+    dv_is_there(step + 1);
   }
   if (steps > 0) {
-    start_gradients();
+    start_dq();
     start_dk();
     wgmma_wait_group<1>();
     add_dq();
+    wgmma_wait_group<0>();
     dk_is_there();
   }
 

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   constexpr int P_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
   constexpr int DQ = BLOCK_M * HEAD_DIM, PART_BYTES = BLOCK_M * 64 * 4;
   constexpr int P_IS_THERE = 1, DS_IS_THERE = 2, DS_IS_OURS = 3;  // barriers
-  extern __shared__ uint4 shared[];
-  uint32 k_smem = cdiv(shared_address(shared), 1024u) * 1024, v_smem = k_smem + KEY_BYTES;
+  extern __shared__ __align__(1024) char shared[];
+  uint32 k_smem = shared_address(shared), v_smem = k_smem + KEY_BYTES;
   uint32 q_smem = v_smem + KEY_BYTES, dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES, p_smem = ds_smem + 2 * P_BYTES;
   uint32 dq_smem = p_smem + P_BYTES, stats_smem = dq_smem + 2 * PART_BYTES;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
   uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8 * 2;
-  char* smem = reinterpret_cast<char*>(shared) - shared_address(shared);
+  char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8 * 2);
   if (threadIdx.x == 0) {
     init_barriers(k_full, 2, 1);          // and v_full

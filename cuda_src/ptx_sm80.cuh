@@ -159,6 +159,11 @@ __device__ __forceinline__ float cvt_second(uint32 pair) {
   return to_acc(__builtin_bit_cast(T, static_cast<unsigned short>(pair >> 16)));
 }
 
+template <>  // a bfloat16 is the upper half of a float, and lies there already
+__device__ __forceinline__ float cvt_second<__nv_bfloat16>(uint32 pair) {
+  return __builtin_bit_cast(float, pair & 0xffff0000u);
+}
+
 // 2^x and the logarithm to base 2, right to two units in the last place; subnormal results are 0.
 __device__ __forceinline__ float ex2_approx(float x) {
   float y;

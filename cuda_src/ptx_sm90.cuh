@@ -70,6 +70,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32 shared,
       : "memory");
 }
 
+// Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
+// of its thread's (cp_async_bulk_commit_group).
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const TensorMap& map,
+                                                              uint32 shared,
+                                                              int col,
+                                                              int row,
+                                                              int head,
+                                                              int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(col), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
 // ------------------------------------------------------------------------- copies of plain memory
 //
 // Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
@@ -147,6 +162,16 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
 
+// Keeps the waits that follow behind the instructions that x comes from. Without it they are moved
+// to the front, since nothing there waits for them, and what was to be done meanwhile is done
+// afterwards. No x is below -inf: nothing is ever stored.
+__device__ __forceinline__ void pin(float x) {
+  asm volatile(
+      "{.reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, %0, 0fFF800000; "
+      "mov.b32 nowhere, 0; @never st.shared.f32 [nowhere], %0;}" ::"f"(x)
+      : "memory");
+}
+
 // Keeps the compiler from moving what reads or writes these registers over this place.
 template <int N>
 __device__ __forceinline__ void register_fence(float (&x)[N]) {
@@ -167,12 +192,27 @@ __device__ __forceinline__ uint32 opaque(uint32 x) {
   return x;
 }
 
+// A copy of registers, to be read while a product reads `x`. The compiler cannot see that it is one,
+// or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
+template <int N>
+__device__ __forceinline__ void register_copy(uint32 (&copy)[N], const uint32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(copy[i]) : "r"(x[i]));
+}
+
 // Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.cuh,
 // the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
-// the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
-__device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading) {
+// the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the
+// lower half of its descriptor.
+__device__ __forceinline__ uint32 wgmma_address(uint32 shared, int leading) {
+  return uint32(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
+}
+
+// The descriptor of what lies `offset` bytes on. No address carries out of its field, so that the
+// steps of a product are one addition apart: there is hardly time for more between two wgmmas.
+__device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, int offset) {
   uint64 swizzle_128 = uint64(1) << 62, stride = uint64(1024 >> 4) << 32;
-  return swizzle_128 | stride | uint64(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
+  return swizzle_128 | stride | (address + (offset >> 4));
 }
 
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis

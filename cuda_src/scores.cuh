@@ -120,17 +120,24 @@ __device__ __forceinline__ bool sees(const ScoreParams<Acc>& score,
 }
 
 // Hides what rows and keys do not see of each other in accumulators (ptx_sm80.cuh), where no mask
-// does; row and col are those of s[0].
-template <int FEATURES, int N, typename Acc>
-__device__ __forceinline__ void hide(float (&s)[N],
-                                     const ScoreParams<Acc>& score,
-                                     KeyRange band,
-                                     int row,
-                                     int col) {
+// does; row and col are those of s[0]. Counted from col, a score's column is a constant: one
+// comparison each, and a second one only where a window begins.
+template <int FEATURES, int N>
+__device__ __forceinline__ void hide(float (&s)[N], KeyRange band, int row, int col) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (!sees<FEATURES>(score, band, 0, 0, row + i % 4 / 2 * 8, col + i / 4 * 8 + i % 2))
-      s[i] = -INF;
+  for (int half = 0; half < 2; ++half, row += 8) {
+    int begin = 0, end = band.kv_length;
+    if (FEATURES & RANGE) begin = row + band.lo - col, end = min(end, row + band.hi);
+    end = row < band.q_length ? end - col : 0;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += i % 2 ? 3 : 1) {
+      if (i / 4 * 8 + i % 2 >= end) s[i] = -INF;
+    }
+    if (begin <= 0) continue;
+#pragma unroll
+    for (int i = 2 * half; i < N; i += i % 2 ? 3 : 1) {
+      if (i / 4 * 8 + i % 2 < begin) s[i] = -INF;
+    }
   }
 }
 

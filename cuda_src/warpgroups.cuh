@@ -32,6 +32,22 @@ __device__ __forceinline__ void load_tile(uint32 tile,
   }
 }
 
+// Copies a tile to an array; what would lie outside of it is left out.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void store_tile(const TensorMap& map,
+                                           uint32 tile,
+                                           int first_col,
+                                           int row,
+                                           int head,
+                                           int batch_index) {
+#pragma unroll
+  for (int col = 0; col < COLS; col += 64) {
+    cp_async_bulk_tensor_4d_store(map, tile + col * ROWS * 2, first_col + col, row, head,
+                                  batch_index);
+  }
+  cp_async_bulk_commit_group();
+}
+
 // Zeros in the rows of a tile from `first` on, for products to come: written by THREADS threads,
 // who all have to call this. They meet at a barrier of the block.
 template <int ROWS, int COLS, int THREADS>
@@ -50,13 +66,15 @@ __device__ __forceinline__ void clear_rows(uint32 tile, int first, int thread, i
 // B_ROWS of b: both have the sums' axis along their rows.
 template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, 16);
   register_fence(acc);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
-    int col = d % 64 * 2;
-    Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a + d / 64 * (A_ROWS * 128) + col, 16),
-                         wgmma_descriptor(b + d / 64 * (B_ROWS * 128) + col, 16), d > 0);
+    int panel = d / 64, col = d % 64 * 2;
+    Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a, panel * (A_ROWS * 128) + col),
+                         wgmma_descriptor(b, panel * (B_ROWS * 128) + col), d > 0);
   }
   wgmma_commit_group();
 }
@@ -67,6 +85,7 @@ template <typename T, int DEPTH, int COLS, int PARTS>
 __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
                                          uint32 (&a)[DEPTH / 4],
                                          uint32 b) {
+  b = wgmma_address(b, DEPTH * 128);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) register_fence(acc[part]);
   register_fence(a);
@@ -75,8 +94,8 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
   for (int d = 0; d < DEPTH; d += 16) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      uint32 from = b + d * 128 + part * (COLS / 64) * (DEPTH * 128);
-      Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(from, DEPTH * 128), true);
+      int offset = d * 128 + part * (COLS / 64) * (DEPTH * 128);
+      Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(b, offset), true);
     }
   }
   wgmma_commit_group();
@@ -86,12 +105,13 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
 // the sums' axis along its rows, and COLS columns of b.
 template <typename T, int DEPTH, int COLS>
 __device__ __forceinline__ void start_nn(float (&acc)[COLS / 2], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, DEPTH * 128);
   register_fence(acc);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
-    Wgmma<T, COLS>::ss_trans_b(acc, wgmma_descriptor(a + d * 2, 16),
-                               wgmma_descriptor(b + d * 128, DEPTH * 128), true);
+    Wgmma<T, COLS>::ss_trans_b(acc, wgmma_descriptor(a, d * 2), wgmma_descriptor(b, d * 128), true);
   }
   wgmma_commit_group();
 }
@@ -100,12 +120,13 @@ __device__ __forceinline__ void start_nn(float (&acc)[COLS / 2], uint32 a, uint3
 // a and one of b, both with the sums' axis down their columns.
 template <typename T, int DEPTH>
 __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, 16);
   register_fence(acc);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
-    wgmma_ss_trans<T>(acc, wgmma_descriptor(a + d * 128, 16), wgmma_descriptor(b + d * 128, 16),
-                      d > 0);
+    wgmma_ss_trans<T>(acc, wgmma_descriptor(a, d * 128), wgmma_descriptor(b, d * 128), d > 0);
   }
   wgmma_commit_group();
 }
@@ -163,7 +184,8 @@ __device__ __forceinline__ void hide_scores(float (&s)[N],
 }
 
 // Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-// exchange chunks of eight columns until each has whole ones.
+// exchange chunks of eight columns until each has whole ones. All exchanges come before the first
+// store, so that one's latency hides the others.
 template <typename T, int N>
 __device__ __forceinline__ void store_rows(T* out,
                                            int64 row_stride,
@@ -172,15 +194,16 @@ __device__ __forceinline__ void store_rows(T* out,
                                            int rows,
                                            int cols) {
   int lane_id = threadIdx.x % 32, quarter = lane_id % 4;
+  uint32 x[2][N / 16][4];  // of both rows, four columns apart; then the same of whole chunks
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int chunk = 0; chunk < N / 4; chunk += 4) {
-      uint32 x[4];
+    for (int n = 0; n < N / 16; ++n) {
+      uint32(&group)[4] = x[half][n];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = acc + 4 * (chunk + i) + 2 * half;
-        x[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
+        const float* pair = acc + 16 * n + 4 * i + 2 * half;
+        group[i] = cvt_rn_x2<T>(pair[0] * factor[half], pair[1] * factor[half]);
       }
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) {
@@ -188,19 +211,27 @@ __device__ __forceinline__ void store_rows(T* out,
         for (int i = 0; i < 4; ++i) {
           if (i & bit) continue;
           bool upper = quarter & bit;
-          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
-          (upper ? x[i] : x[i + bit]) = other;
+          uint32 other = __shfl_xor_sync(0xffffffffu, upper ? group[i] : group[i + bit], bit);
+          (upper ? group[i] : group[i + bit]) = other;
         }
       }
-      int row = lane_id / 4 + 8 * half, col = 8 * (chunk + quarter);
-      if (row >= rows) continue;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int row = lane_id / 4 + 8 * half;
+    if (row >= rows) continue;
+#pragma unroll
+    for (int n = 0; n < N / 16; ++n) {
+      int col = 32 * n + 8 * quarter;
+      const uint32(&chunk)[4] = x[half][n];
       T* to = out + row * row_stride + col;
       if (col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (col + i < cols) to[i] = reinterpret_cast<const T*>(x)[i];
+          if (col + i < cols) to[i] = reinterpret_cast<const T*>(chunk)[i];
         }
       }
     }

@@ -5,13 +5,14 @@
 As attention_flash_mma_bwd, a block keeps a tile of keys and walks over the queries that see
 them. The products are wgmmas of transposed scores, keys down and queries across: p^T and ds^T
 then lie in registers as the next products want them, and only ds goes through shared memory, for
-dq. A producer's copies keep rings of q and dout filled. The next scores are started before this
-step's dq and dk are there; where a step ends nothing is under way, or the compiler would wait
-after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by the
-copy engine: the consumers put it into shared memory and go on, and another thread, the adder,
-sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile says
-whose turn it is to add: the order of the keys. Blocks then take their key tiles from a counter
-as well: whoever waits for a turn waits for a block that has started.
+dq. A producer's copies keep rings of q and dout filled. dv is started as soon as p is there: ds
+is then made, stored and waited for while the tensor cores have work. The next scores are started
+before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
+wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
+the copy engine: the consumers put it into shared memory and go on, and another thread, the
+adder, sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile
+says whose turn it is to add: the order of the keys. Blocks then take their key tiles from a
+counter as well: whoever waits for a turn waits for a block that has started.
 
 Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
@@ -63,6 +64,7 @@ from .ptx_sm90 import (
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
+    register_copy,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -71,6 +73,7 @@ from .ptx_sm90 import (
 from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
     hide_scores,
+    init_barriers,
     load_tile,
     round_fragments,
     start_nt,
@@ -93,18 +96,21 @@ def attention_flash_wgmma_bwd(
     KEY_BYTES, QUERY_BYTES = BLOCK_N * HEAD_DIM * 2, BLOCK_M * HEAD_DIM * 2
     DS_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 2 * 4
     DQ = BLOCK_M * HEAD_DIM  # elements, 1024 of them a warp's
+    PARTS = BLOCK_M // 64  # of 64 queries; with two of them HEAD_DIM is 64
     ACC, SCORES, P = (1, HEAD_DIM // 2), BLOCK_M // 2, BLOCK_M // 4
-    EIGHTS = BLOCK_M // 8  # of queries
 
     give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
     load_keys, load_queries = load_tile(BLOCK_N, HEAD_DIM), load_tile(BLOCK_M, HEAD_DIM)
     multiply_nt = start_nt(T, HEAD_DIM, BLOCK_N, BLOCK_M)
-    multiply_rn = start_rn(T, BLOCK_M, HEAD_DIM, 1)
+    multiply_ds_q = start_rn(T, BLOCK_M, HEAD_DIM, 1)
+    multiply_p_dout = start_rn(T, 64, HEAD_DIM, 1)
     multiply_tn = start_tn(T, BLOCK_N)
     wait_for_all, wait_but_for_one, wait_but_for_two = (wgmma_wait_group(n) for n in range(3))
+    wait_but_for_dv = wgmma_wait_group(PARTS)
     wait_for_sums, wait_for_reads = cp_async_bulk_wait_group(0), cp_async_bulk_wait_group_read(0)
     fence_scores, fence_p = register_fence(SCORES), register_fence(P)
     fence_acc, fence_part = register_fence(HEAD_DIM // 2), register_fence(32)
+    copy_p = register_copy(16)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
     round_gradients = round_fragments(T, P)
     hide, store_dq = hide_scores(FEATURES, SCORES), store_registers(float32, 32)
@@ -133,9 +139,8 @@ def attention_flash_wgmma_bwd(
         score,
         heads_at_a_time,
     ):
-        shared = cuda.shared.array(0, uint32, 16)
-        shared_at = shared_address(shared, 0)
-        k_smem = uint32(cdiv(shared_at, 1024) * 1024)
+        shared = cuda.shared.array(0, uint32, 1024)
+        k_smem = shared_address(shared, 0)
         v_smem = uint32(k_smem + KEY_BYTES)
         q_smem = uint32(v_smem + KEY_BYTES)
         dout_smem = uint32(q_smem + Q_STAGES * QUERY_BYTES)
@@ -150,20 +155,17 @@ def attention_flash_wgmma_bwd(
         dout_empty = uint32(dout_full + 8 * DOUT_STAGES)
         dq_full = uint32(dout_empty + 8 * DOUT_STAGES)
         dq_empty = uint32(dq_full + 8)
-        smem = advance(reinterpret(uint8, shared), -int64(shared_at))
+        smem = advance(reinterpret(uint8, shared), -int64(k_smem))
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8))
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:
-            mbarrier_init(k_full, 1)
-            mbarrier_init(v_full, 1)
+            init_barriers(k_full, 2, 1)  # and v_full
+            init_barriers(q_full, Q_STAGES, 2)  # for q and for the statistics
+            init_barriers(q_empty, Q_STAGES, WARPS)
+            init_barriers(dout_full, DOUT_STAGES, 1)
+            init_barriers(dout_empty, DOUT_STAGES, WARPS)
             mbarrier_init(dq_full, WARPS)
             mbarrier_init(dq_empty, 1)
-            for stage in range(Q_STAGES):
-                mbarrier_init(uint32(q_full + 8 * stage), 2)  # for q and for the statistics
-                mbarrier_init(uint32(q_empty + 8 * stage), WARPS)
-            for stage in range(DOUT_STAGES):
-                mbarrier_init(uint32(dout_full + 8 * stage), 1)
-                mbarrier_init(uint32(dout_empty + 8 * stage), WARPS)
             fence_mbarrier_init()
             griddepcontrol_wait()  # for statistics, and zeros in sums and counters
             if DETERMINISTIC:
@@ -190,16 +192,16 @@ def attention_flash_wgmma_bwd(
         tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
         steps = uint32(heads_each * (tile_end - tile_first))
         # First to last, or where the later ones are done first, last to first; then the next head.
-        head_tiles = int32((batch_index * int32(heads_q) + head_kv * heads_each) * tiles_q)
+        head = int32(head_kv * heads_each)
         tile_from = int32(tile_end - 1 if DETERMINISTIC else tile_first)
         q_tile = tile_from
 
-        def next_query_tile(q_tile, head_tiles):
+        def next_query_tile(q_tile, head):
             q_tile = int32(q_tile - 1 if DETERMINISTIC else q_tile + 1)
             if q_tile < tile_first if DETERMINISTIC else q_tile == tile_end:
                 q_tile = tile_from
-                head_tiles = int32(head_tiles + tiles_q)
-            return q_tile, head_tiles
+                head = int32(head + 1)
+            return q_tile, head
 
         # A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them.
         if thread < 128:
@@ -210,7 +212,8 @@ def attention_flash_wgmma_bwd(
                 step = uint32(0)
                 while step < steps:
                     mbarrier_wait(dq_full, step & 1)
-                    query_tile, turn = int32(head_tiles + q_tile), int32(0)
+                    query_tile = int32((batch_index * int32(heads_q) + head) * tiles_q + q_tile)
+                    turn = int32(0)
                     counter = advance(turns, 1 + query_tile)
                     if DETERMINISTIC:
                         its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
@@ -227,7 +230,7 @@ def attention_flash_wgmma_bwd(
                         wait_for_sums()
                         fence_proxy_async_global()
                         st_release(counter, int32(turn + 1))
-                    q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                    q_tile, head = next_query_tile(q_tile, head)
                     step = uint32(step + 1)
             if thread != 0 or steps == 0:
                 return
@@ -243,14 +246,14 @@ def attention_flash_wgmma_bwd(
                 # had it.
                 slot = uint32(rem(step, Q_STAGES))
                 full = uint32(q_full + 8 * slot)
-                head = int32(div(uint32(head_tiles), uint32(tiles_q)) - batch_index * heads_q)
+                query_tile = int32((batch_index * int32(heads_q) + head) * tiles_q + q_tile)
                 q_start = int32(q_tile * BLOCK_M)
                 mbarrier_wait(uint32(q_empty + 8 * slot), ~div(step, Q_STAGES) & 1)
                 load_queries(
                     uint32(q_smem + slot * QUERY_BYTES), q_map, full, q_start, head, batch_index
                 )
                 mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                of_tile = advance(stats, int64(int32(head_tiles + q_tile)) * (BLOCK_M * 2))
+                of_tile = advance(stats, int64(query_tile) * (BLOCK_M * 2))
                 cp_async_bulk(uint32(stats_smem + slot * STATS_BYTES), of_tile, STATS_BYTES, full)
                 if step == 0:  # the scores come first
                     load_keys(v_smem, v_map, v_full, k_start, head_kv, batch_index)
@@ -260,7 +263,7 @@ def attention_flash_wgmma_bwd(
                     uint32(dout_smem + slot * QUERY_BYTES), dout_map,
                     uint32(dout_full + 8 * slot), q_start, head, batch_index,
                 )  # fmt: skip
-                q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+                q_tile, head = next_query_tile(q_tile, head)
                 step = uint32(step + 1)
             return
 
@@ -290,6 +293,7 @@ def attention_flash_wgmma_bwd(
         dp = cuda.local.array(SCORES, float32)
         dq_part = cuda.local.array(32, float32)
         p = cuda.local.array(P, uint32)
+        p_copy = cuda.local.array(P, uint32)
         ds = cuda.local.array(P, uint32)
         row = cuda.local.array(4, float32)
         step = uint32(0)  # that is being ended; the next one is being begun
@@ -303,15 +307,18 @@ def attention_flash_wgmma_bwd(
             mbarrier_wait(uint32(q_full + 8 * slot), div(step, Q_STAGES) & 1)
             multiply_nt(s, k_rows, uint32(q_smem + slot * QUERY_BYTES))
 
-        def start_dp(step):
+        def wait_for_dout(step):
             slot = uint32(rem(step, DOUT_STAGES))
             mbarrier_wait(uint32(dout_full + 8 * slot), div(step, DOUT_STAGES) & 1)
+
+        def start_dp(step):
+            slot = uint32(rem(step, DOUT_STAGES))
             multiply_nt(dp, v_rows, uint32(dout_smem + slot * QUERY_BYTES))
 
         # Both lse and both delta of a thread's queries in the n-th eight of them.
         def row_stats(step, n):
-            at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + (first_col + 8 * n) * 8)
-            load16(row, 0, reinterpret(float32, advance(smem, at)), 0)
+            at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + first_col * 8)
+            load16(row, 0, reinterpret(float32, advance(smem, at)), 16 * n)
 
         # 4b (consumers). p = exp(s - lse)
         def hide_unseen(q_tile):
@@ -321,8 +328,9 @@ def attention_flash_wgmma_bwd(
             if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_first, k_end):
                 hide(s, score, band, int32(q_start + first_col), first_key_row)
 
-        def probabilities(step, n_begin, n_end):
-            for n in range(n_begin, n_end):
+        # Of one part of the queries.
+        def probabilities(step, part):
+            for n in range(8 * part, 8 * part + 8):
                 row_stats(step, n)
                 for half in range(2):
                     i = 4 * n + 2 * half
@@ -331,43 +339,47 @@ def attention_flash_wgmma_bwd(
                         ex2_approx(s[i + 1] * to_log2 - row[1]),
                     )
 
-        # What a step begins with, and the last one has alone: p and ds of its queries are there.
-        def start_gradients(step):
-            slot = uint32(rem(step, DOUT_STAGES))
-            ds_tile = uint32(rem(step, 2) * DS_BYTES)
-            store_ds(uint32(ds_smem + ds_tile), warp_key, ds)
-            fence_proxy_async()
-            # 4c (consumers). dv += p^T dout
-            multiply_rn(dv_acc, p, uint32(dout_smem + slot * QUERY_BYTES))
-            bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
-            multiply_tn(dq_part, 0, uint32(ds_part + ds_tile), k_part)
-            wait_but_for_one()
+        # 4c (consumers). dv += p^T dout
+        # Of the same part. Meanwhile ds is made of p: of the copy, since p is being read.
+        def start_dv(step, part):
+            copy_p(p_copy, 16 * part, p, 16 * part)
+            rows = uint32(dout_smem + rem(step, DOUT_STAGES) * QUERY_BYTES + part * (64 * 128))
+            multiply_p_dout(dv_acc, p, 16 * part, rows)
+
+        def dv_is_there(step):
+            wait_for_all()
             fence_acc(dv_acc, 0)
             fence_p(p, 0)
-            free_slot(uint32(dout_empty + 8 * slot))
+            free_slot(uint32(dout_empty + 8 * rem(step, DOUT_STAGES)))
 
         # 4d (consumers). ds = p * (dout v^T - delta)
         # p is that in 16 bits, as for dv: there is no room for both.
         def score_gradients(step):
             fence_scores(dp, 0)
-            for n in range(EIGHTS):
+            for n in range(BLOCK_M // 8):
                 row_stats(step, n)
                 for half in range(2):
                     i = 4 * n + 2 * half
-                    dp[i] = first(p[2 * n + half]) * (dp[i] - row[2])
-                    dp[i + 1] = second(p[2 * n + half]) * (dp[i + 1] - row[3])
+                    dp[i] = first(p_copy[2 * n + half]) * (dp[i] - row[2])
+                    dp[i + 1] = second(p_copy[2 * n + half]) * (dp[i + 1] - row[3])
+            round_gradients(ds, dp)
+            store_ds(uint32(ds_smem + rem(step, 2) * DS_BYTES), warp_key, ds)
+            fence_proxy_async()
+            bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
 
         # 4e (consumers). dk += ds^T q
         def start_dk(step):
-            multiply_rn(dk_acc, ds, uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES))
+            multiply_ds_q(dk_acc, ds, 0, uint32(q_smem + rem(step, Q_STAGES) * QUERY_BYTES))
 
         def dk_is_there(step):
-            wait_for_all()
             fence_acc(dk_acc, 0)
             fence_p(ds, 0)
             free_slot(uint32(q_empty + 8 * rem(step, Q_STAGES)))
 
-        # 4f (consumers). dq += ds k: it is there
+        # 4f (consumers). dq += ds k
+        def start_dq(step):
+            multiply_tn(dq_part, 0, uint32(ds_part + rem(step, 2) * DS_BYTES), k_part)
+
         def add_dq(step):
             fence_part(dq_part, 0)
             mbarrier_wait(dq_empty, ~step & 1)
@@ -381,48 +393,54 @@ def attention_flash_wgmma_bwd(
             mbarrier_wait(k_full, 0)
             start_scores(uint32(0))
             mbarrier_wait(v_full, 0)
+            wait_for_dout(uint32(0))
             start_dp(uint32(0))
             wait_but_for_one()
             hide_unseen(q_tile)
-            probabilities(uint32(0), 0, EIGHTS)
-            wait_for_all()
+            for part in range(PARTS):
+                probabilities(uint32(0), part)
+                start_dv(uint32(0), part)
+            wait_but_for_dv()
             score_gradients(uint32(0))
-            round_gradients(ds, dp)
+            dv_is_there(uint32(0))
         while uint32(step + 1) < steps:
-            q_tile, head_tiles = next_query_tile(q_tile, head_tiles)
+            q_tile, head = next_query_tile(q_tile, head)
             following = uint32(step + 1)
-            start_gradients(step)
+            start_dq(step)
             start_scores(following)
+            start_dk(step)
+            wait_but_for_two()
+            add_dq(step)
             if BLOCK_M == 64:
-                wait_but_for_one()
-                add_dq(step)
+                wait_for_dout(following)
                 start_dp(following)
-                start_dk(step)
                 wait_but_for_two()
                 hide_unseen(q_tile)
-                probabilities(following, 0, EIGHTS)
-                wait_but_for_one()
-                score_gradients(following)
+                probabilities(following, 0)
+                start_dv(following, 0)
+                wait_but_for_two()
                 dk_is_there(step)
             else:  # dp has to wait for the registers that half of the scores and ds leave
-                start_dk(step)
-                wait_but_for_two()
-                add_dq(step)
                 wait_but_for_one()
                 hide_unseen(q_tile)
-                probabilities(following, 0, EIGHTS // 2)
+                probabilities(following, 0)
+                wait_for_dout(following)
+                start_dv(following, 0)
+                wait_but_for_one()
                 dk_is_there(step)
                 start_dp(following)
-                probabilities(following, EIGHTS // 2, EIGHTS)
-                wait_for_all()
-                score_gradients(following)
-            round_gradients(ds, dp)
+                probabilities(following, 1)
+                start_dv(following, 1)
+            wait_but_for_one()
+            score_gradients(following)
+            dv_is_there(following)
             step = following
         if steps > 0:
-            start_gradients(step)
+            start_dq(step)
             start_dk(step)
             wait_but_for_one()
             add_dq(step)
+            wait_for_all()
             dk_is_there(step)
 
         # 5 (consumers). Scale and store

@@ -134,9 +134,8 @@ def attention_flash_wgmma_bwd_wide(
         score,
         heads_at_a_time,
     ):
-        shared = cuda.shared.array(0, uint32, 16)
-        shared_at = shared_address(shared, 0)
-        k_smem = uint32(cdiv(shared_at, 1024) * 1024)
+        shared = cuda.shared.array(0, uint32, 1024)
+        k_smem = shared_address(shared, 0)
         v_smem, q_smem = uint32(k_smem + KEY_BYTES), uint32(k_smem + 2 * KEY_BYTES)
         dout_smem = uint32(q_smem + Q_STAGES * QUERY_BYTES)
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
@@ -149,7 +148,7 @@ def attention_flash_wgmma_bwd_wide(
         dout_empty = uint32(dout_full + 8 * DOUT_STAGES)
         dq_full = uint32(dout_empty + 8 * DOUT_STAGES)
         dq_empty = uint32(dq_full + 8 * 2)
-        smem = advance(reinterpret(uint8, shared), -int64(shared_at))
+        smem = advance(reinterpret(uint8, shared), -int64(k_smem))
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8 * 2))
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:
@@ -327,7 +326,7 @@ def attention_flash_wgmma_bwd_wide(
         # 4c (consumers). dv += p^T dout
         def start_dv(step):
             dout_cols = dout_smem + wait_for_dout(step) + group * (QUERY_BYTES // 2)
-            multiply_rn(dv_acc, p, uint32(dout_cols))
+            multiply_rn(dv_acc, p, 0, uint32(dout_cols))
 
         def dv_is_there(step):
             fence_acc(dv_acc, 0)

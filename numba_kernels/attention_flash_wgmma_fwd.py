@@ -28,23 +28,31 @@ from .common import (
     INF,
     LN2,
     LOG2E,
-    advance,
     cdiv,
     div,
     head_tile,
-    offset_of,
     rem,
     warp_max,
     warp_sum,
 )
-from .ptx_sm80 import atom_inc, ex2_approx, lg2_approx, rcp_approx, shared_address
+from .ptx_sm80 import (
+    atom_inc,
+    cvt_rn_x2,
+    ex2_approx,
+    lg2_approx,
+    rcp_approx,
+    shared_address,
+)
 from .ptx_sm90 import (
     bar_arrive,
     bar_sync,
+    cp_async_bulk_wait_group_read,
     fence_mbarrier_init,
+    fence_proxy_async,
     mbarrier_arrive,
     mbarrier_init,
     mbarrier_wait,
+    pin,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -64,7 +72,15 @@ from .scores import (
     last_key,
     tile_is_unmasked,
 )
-from .warpgroups import clear_rows, load_tile, round_fragments, start_nt, start_rn, store_rows
+from .warpgroups import (
+    clear_rows,
+    load_tile,
+    round_fragments,
+    start_nt,
+    start_rn,
+    store_fragments,
+    store_tile,
+)
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -91,8 +107,8 @@ def query_tile(
 
 
 @cuda.jit(device=True, forceinline=True)
-def put_tile(words, slot, t):
-    at = slot * TILE_WORDS
+def put_tile(words, start, slot, t):
+    at = start + slot * TILE_WORDS
     words[at], words[at + 1], words[at + 2] = t.batch_index, t.head, t.q_start
     words[at + 3], words[at + 4] = t.k_start, t.k_end
     words[at + 5], words[at + 6] = t.band.lo, t.band.hi
@@ -100,8 +116,8 @@ def put_tile(words, slot, t):
 
 
 @cuda.jit(device=True, forceinline=True)
-def get_tile(words, slot):
-    at = slot * TILE_WORDS
+def get_tile(words, start, slot):
+    at = start + slot * TILE_WORDS
     band = KeyRange(words[at + 5], words[at + 6], words[at + 7], words[at + 8])
     return QueryTile(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], band)
 
@@ -127,6 +143,8 @@ def running_softmax(N):
                 s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
                 s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
                 total += s[i] + s[i + 1]
+                if half == 0 and i == N // 4:
+                    pin(total)  # here the wait for p v stands best
             row_sum[half] = row_sum[half] * rescale[half] + total
 
     return function
@@ -141,12 +159,19 @@ def attention_flash_wgmma_fwd(
     Q_BYTES, K_BYTES = BLOCK_M * HEAD_DIM * 2, BLOCK_N * HEAD_DIM * 2
     V_BYTES = BLOCK_N * HEAD_DIM_V * 2
     SCALED = FEATURES & (SOFTCAP | ANY_SCALE)  # before the largest is looked for
-    TILES_END = Q_STAGES * TILE_WORDS
+    # A query tile's last step is the next one's first, if its Q can be there by then.
+    SEAMLESS = Q_STAGES > 1
+    # Of four consumers there is always one that has something to multiply: they take no turns.
+    TURNS = CONSUMERS < 4
     TURN = 128 * CONSUMERS  # threads at the barrier of a turn
-    ACC, SCORES, P = (PARTS, DIMS // 2), BLOCK_N // 2, BLOCK_N // 4
+    BARRIERS = 2 * Q_STAGES + 4 * STAGES
+    OUT_BYTES = BLOCK_M * DIMS * 2
+    # Words of shared memory before those that say what a query tile is.
+    TILES_AT = (Q_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) + OUT_BYTES + 8 * BARRIERS) // 4
+    ACC, OUT, SCORES, P = (PARTS, DIMS // 2), DIMS // 4, BLOCK_N // 2, BLOCK_N // 4
 
     give_registers = setmaxnreg_dec(32 if CONSUMERS == 3 else 24)
-    take_registers = setmaxnreg_inc(160 if CONSUMERS == 3 else 240)
+    take_registers = setmaxnreg_inc((240, 160, 112)[CONSUMERS - 2])
     load_q, load_k = load_tile(BLOCK_M, HEAD_DIM), load_tile(BLOCK_N, HEAD_DIM)
     load_v = load_tile(BLOCK_N, HEAD_DIM_V)
     multiply_qk = start_nt(T, HEAD_DIM, BLOCK_M, BLOCK_N)
@@ -155,17 +180,18 @@ def attention_flash_wgmma_fwd(
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
     clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
-    round_scores, store_part = round_fragments(T, P), store_rows(T, DIMS // 2)
+    round_scores, pair = round_fragments(T, P), cvt_rn_x2(T)
+    share_out, store_out = store_fragments(16, OUT), store_tile(16, DIMS)
+    wait_for_reads = cp_async_bulk_wait_group_read(0)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def kernel(
         q_map,  # boxes of BLOCK_M rows
         k_map,  # of BLOCK_N rows
         v_map,  # the same
-        out,  # (batch, heads_q, seqlen_q, head_dim_v)
+        out_map,  # of 16 rows, a warp's
         lse,  # (batch, heads_q, seqlen_q), contiguous
         counter,  # of query tiles that blocks have taken, zeroed, or null
-        out_strides,
         batch,
         heads_q,
         heads_kv,
@@ -176,12 +202,12 @@ def attention_flash_wgmma_fwd(
         score,
         heads_at_a_time,
     ):
-        tile_smem = cuda.shared.array(0, int32, 16)
-        tiles_end = shared_address(tile_smem, TILES_END)
-        q_smem = uint32(cdiv(tiles_end, 1024) * 1024)
+        shared = cuda.shared.array(0, int32, 1024)
+        q_smem = shared_address(shared, 0)
         k_smem = uint32(q_smem + Q_STAGES * Q_BYTES)
         v_smem = uint32(k_smem + STAGES * K_BYTES)
-        q_full = uint32(v_smem + STAGES * V_BYTES)
+        out_smem = uint32(v_smem + STAGES * V_BYTES)
+        q_full = uint32(out_smem + OUT_BYTES)
         q_empty = uint32(q_full + 8 * Q_STAGES)
         k_full = uint32(q_empty + 8 * Q_STAGES)
         k_empty = uint32(k_full + 8 * STAGES)
@@ -208,16 +234,29 @@ def attention_flash_wgmma_fwd(
         loaded, tiles_loaded = uint32(0), uint32(0)
 
         # A multiprocessor has 65536 registers: 24 x 128 + 240 x 256 of them, or 32 x 128 +
-        # 160 x 384.
+        # 160 x 384. With 640 threads they are 96 each, shared out as 24 x 128 + 112 x 512.
         if thread < 128:
             give_registers()
             if thread != 0:
                 return
-            following = tile
-            while following < tiles:
-                tile = following
+            # A V tile is wanted a step after its K tile, and asked for after the next K tile: in
+            # the order in which their slots become free.
+            v_loaded = uint32(0)
+            v_row, v_head, v_batch = int32(0), int32(0), int32(0)
+
+            def request_v(v_loaded, v_row, v_head, v_batch):
+                stage = uint32(rem(v_loaded, STAGES))
+                mbarrier_wait(uint32(v_empty + 8 * stage), ~div(v_loaded, STAGES) & 1)
+                load_v(
+                    uint32(v_smem + stage * V_BYTES), v_map, uint32(v_full + 8 * stage),
+                    v_row, v_head, v_batch,
+                )  # fmt: skip
+
+            taken = uint32(tile - blocks)
+            while uint32(blocks + taken) < tiles:
+                tile = uint32(blocks + taken)
+                # Long before it is needed.
                 taken = uint32(atom_inc(counter)) if FEATURES & RANGE else tile
-                following = uint32(blocks + taken)  # before it is needed
                 t = query_tile(
                     BLOCK_M, BLOCK_N, FEATURES,
                     tile, tiles, score, heads_q, seqlen_q, seqlen_k, heads_at_a_time,
@@ -228,10 +267,13 @@ def attention_flash_wgmma_fwd(
                 # 2 (producer). Load the Q tile
                 # To wait for an empty slot is to wait for the phase before: a fresh barrier has
                 # had it.
+                if not SEAMLESS and v_loaded != loaded:
+                    request_v(v_loaded, v_row, v_head, v_batch)
+                    v_loaded = loaded
                 slot = uint32(rem(tiles_loaded, Q_STAGES))
                 mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
                 tiles_loaded = uint32(tiles_loaded + 1)
-                put_tile(tile_smem, slot, t)  # which spares the consumers the divisions
+                put_tile(shared, TILES_AT, slot, t)  # which spares the consumers the divisions
                 load_q(
                     uint32(q_smem + slot * Q_BYTES), q_map, uint32(q_full + 8 * slot),
                     t.q_start, t.head, t.batch_index,
@@ -241,26 +283,26 @@ def attention_flash_wgmma_fwd(
                 head_kv = int32(div(uint32(t.head), div(uint32(heads_q), uint32(heads_kv))))
                 k_start = t.k_start
                 while k_start < t.k_end:
-                    # 4a (producer). Load the K and V tiles
+                    # 4a (producer). Load the K and V tiles: V of the key tile before
                     stage = uint32(rem(loaded, STAGES))
-                    empty = ~div(loaded, STAGES) & 1
-                    mbarrier_wait(uint32(k_empty + 8 * stage), empty)
+                    mbarrier_wait(uint32(k_empty + 8 * stage), ~div(loaded, STAGES) & 1)
                     load_k(
                         uint32(k_smem + stage * K_BYTES), k_map, uint32(k_full + 8 * stage),
                         k_start, head_kv, t.batch_index,
                     )  # fmt: skip
-                    mbarrier_wait(uint32(v_empty + 8 * stage), empty)
-                    load_v(
-                        uint32(v_smem + stage * V_BYTES), v_map, uint32(v_full + 8 * stage),
-                        k_start, head_kv, t.batch_index,
-                    )  # fmt: skip
-                    k_start = int32(k_start + BLOCK_N)
+                    if v_loaded != loaded:
+                        request_v(v_loaded, v_row, v_head, v_batch)
+                        v_loaded = loaded
+                    v_row, v_head, v_batch = k_start, head_kv, t.batch_index
                     loaded = uint32(loaded + 1)
+                    k_start = int32(k_start + BLOCK_N)
+            if v_loaded != loaded:
+                request_v(v_loaded, v_row, v_head, v_batch)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
             mbarrier_wait(uint32(q_empty + 8 * slot), ~div(tiles_loaded, Q_STAGES) & 1)
             none = int32(0)
             no_key = QueryTile(none, none, none, none, none, KeyRange(none, none, none, none))
-            put_tile(tile_smem, slot, no_key)  # the end
+            put_tile(shared, TILES_AT, slot, no_key)  # the end
             mbarrier_arrive(uint32(q_full + 8 * slot))
             return
 
@@ -270,6 +312,7 @@ def attention_flash_wgmma_fwd(
         warp_row = int32(consumer * 64 + ((thread & 127) >> 5) * 16)
         first_row, first_col = int32(warp_row + (lane_id >> 2)), int32((lane_id & 3) * 2)
         q_rows = uint32(q_smem + consumer * (64 * 128))
+        out_warp = uint32(out_smem + warp_row * (DIMS * 2))
         to_log2 = float32(LOG2E) if SCALED else float32(score.scale) * float32(LOG2E)
         row_max = cuda.local.array(2, float32)
         row_sum = cuda.local.array(2, float32)
@@ -277,12 +320,13 @@ def attention_flash_wgmma_fwd(
         done_max = cuda.local.array(2, float32)
         done_sum = cuda.local.array(2, float32)
         inverse = cuda.local.array(2, float32)
+        rounded = cuda.local.array(OUT, uint32)
         acc = cuda.local.array(ACC, float32)
         s = cuda.local.array(SCORES, float32)
         p = cuda.local.array(P, uint32)  # of the key tile before, until it is multiplied by its V
         # Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
         other = int32(0)
-        while other < consumer:
+        while TURNS and other < consumer:
             bar_arrive(1 + other, TURN)
             other = int32(other + 1)
 
@@ -297,70 +341,101 @@ def attention_flash_wgmma_fwd(
                     at = (t.batch_index * heads_q + t.head) * seqlen_q + row
                     lse[at] = (row_max[half] + lg2_approx(total)) * float32(LN2)
             row = int32(t.q_start + warp_row)
-            rows = advance(out, offset_of(out_strides, t.batch_index, t.head, row))
-            left = int32(seqlen_q - row)
-            store_part(rows, out_strides.row, acc, 0, inverse, left, int32(head_dim_v))
-            if PARTS == 2:  # a loop would be too long for the compiler to unroll
-                rest = int32(head_dim_v - DIMS)
-                store_part(advance(rows, DIMS), out_strides.row, acc, 1, inverse, left, rest)
             for part in range(PARTS):
+                for i in range(OUT):
+                    factor = inverse[i & 1]
+                    first, second = acc[part, 2 * i], acc[part, 2 * i + 1]
+                    rounded[i] = pair(first * factor, second * factor)
+                if lane_id == 0:
+                    wait_for_reads()  # what was here before has left
+                cuda.syncwarp()
+                share_out(out_warp, 0, rounded)
+                fence_proxy_async()
+                cuda.syncwarp()
+                if lane_id == 0:
+                    store_out(out_map, out_warp, int32(part * DIMS), row, t.head, t.batch_index)
                 for i in range(DIMS // 2):
                     acc[part, i] = 0
 
-        # The K tile may be loaded over, after the last one of a query tile Q too.
-        def scores_are_there(t, k_start, loaded, tiles_loaded):
-            fence_s(s, 0)
-            if lane_id == 0:
-                mbarrier_arrive(uint32(k_empty + 8 * rem(loaded, STAGES)))
-                if k_start + BLOCK_N >= t.k_end:
-                    mbarrier_arrive(uint32(q_empty + 8 * rem(tiles_loaded, Q_STAGES)))
-            if SCALED:
-                for i in range(SCORES):
-                    s[i] = capped_score(FEATURES, score, s[i])
-            q_end, k_end = int32(t.q_start + BLOCK_M), int32(k_start + BLOCK_N)
-            if not tile_is_unmasked(FEATURES, t.band, t.q_start, q_end, k_start, k_end):
-                hide_scores(
-                    s, score, t.band, int32(t.q_start + first_row), int32(k_start + first_col)
-                )
+        def take_turn():
+            if TURNS:
+                bar_sync(1 + consumer, TURN)
+            else:
+                cuda.syncwarp()  # as turns do: all lanes have seen what they waited for
 
-        # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
-        # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
-        def clear_past_length(t, stage):
-            rows = int32(t.band.kv_length - div(t.k_end - 1, BLOCK_N) * BLOCK_N)
-            if FEATURES & KV_LENGTHS and rows < BLOCK_N:
-                v_tile = uint32(v_smem + stage * V_BYTES)
-                clear_v(v_tile, rows, int32(thread - 128), 1 + CONSUMERS)
+        def pass_turn():
+            if TURNS:
+                for i in range(1, CONSUMERS):
+                    bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
+
+        def free_slot(empty, slot):
+            if lane_id == 0:
+                mbarrier_arrive(uint32(empty + 8 * slot))
+
+        def start_scores(stage, tiles_loaded):
+            q_tile = uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES)
+            multiply_qk(s, q_tile, uint32(k_smem + stage * K_BYTES))
+
+        def start_output(stage):
+            multiply_pv(acc, p, 0, uint32(v_smem + stage * V_BYTES))
 
         def start_rows():
             for half in range(2):
                 row_max[half] = -INF
                 row_sum[half] = 0
 
+        # Where the keys end that our rows see: in the first key tile at the earliest. With lengths
+        # everybody stays to the last key tile, which everybody has to clear.
+        def own_end(t):
+            q_first = int32(t.q_start + consumer * 64)
+            if FEATURES & KV_LENGTHS:
+                return int32(t.k_end)
+            if q_first >= t.band.q_length:
+                return int32(t.k_start + 1)
+            return int32(max(t.k_start + 1, last_key(FEATURES, t.band, int32(q_first + 64))))
+
+        def unmasked(t, k_start):
+            q_first = int32(t.q_start + consumer * 64)
+            q_last = int32(min(q_first + 64, t.band.q_length))
+            k_end = int32(k_start + BLOCK_N)
+            return tile_is_unmasked(FEATURES, t.band, q_first, q_last, k_start, k_end)
+
+        def scores_are_there(stage, masked, t, k_start):
+            fence_s(s, 0)
+            free_slot(k_empty, stage)
+            if SCALED:
+                for i in range(SCORES):
+                    s[i] = capped_score(FEATURES, score, s[i])
+            if masked:
+                hide_scores(s, t.band, int32(t.q_start + first_row), int32(k_start + first_col))
+
+        def output_is_there(stage):
+            fence_acc(acc, 0)
+            free_slot(v_empty, stage)
+
+        # Rows of V past a length may hold anything, and 0 times NaN is NaN. They are in the last
+        # key tile of a query tile; every consumer has to come, so nobody's turn may be open.
+        def clear_past_length(before, stage):
+            rows = int32(before.band.kv_length - div(before.k_end - 1, BLOCK_N) * BLOCK_N)
+            if FEATURES & KV_LENGTHS and rows < BLOCK_N:
+                v_tile = uint32(v_smem + stage * V_BYTES)
+                clear_v(v_tile, rows, int32(thread - 128), 1 + CONSUMERS)
+
         # 3 (consumers). Start the running softmax
-        start_rows()
         for part in range(PARTS):
             for i in range(DIMS // 2):
                 acc[part, i] = 0
+        p_is_left = False
         mbarrier_wait(q_full, 0)
-        t = get_tile(tile_smem, 0)
+        t = get_tile(shared, TILES_AT, 0)
+        before = t
         k_start = t.k_start
-        some_key = k_start < t.k_end
-        if some_key:  # the first scores have nobody's p v to run beside
-            mbarrier_wait(k_full, 0)
-            multiply_qk(s, q_rows, k_smem)
-            wait_for_all()
-            cuda.syncwarp()  # all lanes have read t; later tiles have a turn in between
-            scores_are_there(t, k_start, loaded, tiles_loaded)
-            softmax(s, row_max, row_sum, rescale, to_log2)
-            round_scores(p, s)
 
         # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
         # A step begins a key tile and ends the one before, which for the first key tile of a query
-        # tile is the last one of the query tile before. `new_tile` is known where this is compiled:
-        # twice.
-        before = t
-
-        def step(new_tile, t, before, k_start, loaded, tiles_loaded):
+        # tile is the last one of the query tile before. Compiled once for each way in which it is
+        # called.
+        def step(new_tile, masked, t, before, k_start, loaded, tiles_loaded):
             v_stage, v_phase = uint32(rem(loaded, STAGES)), div(loaded, STAGES) & 1
             loaded = uint32(loaded + 1)
             stage = uint32(rem(loaded, STAGES))
@@ -370,17 +445,13 @@ def attention_flash_wgmma_fwd(
             if FEATURES & KV_LENGTHS and new_tile:
                 mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
                 clear_past_length(before, v_stage)
-            bar_sync(1 + consumer, TURN)  # our turn
-            multiply_qk(
-                s, uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES),
-                uint32(k_smem + stage * K_BYTES),
-            )  # fmt: skip
+            take_turn()
+            start_scores(stage, tiles_loaded)
             mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
-            multiply_pv(acc, p, uint32(v_smem + v_stage * V_BYTES))
-            for i in range(1, CONSUMERS):
-                bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
+            start_output(v_stage)
+            pass_turn()
             wait_for_scores()
-            scores_are_there(t, k_start, loaded, tiles_loaded)
+            scores_are_there(stage, masked, t, k_start)
 
             # 4c (consumers). Rescale what we have to the new maximum
             for half in range(2):
@@ -392,9 +463,7 @@ def attention_flash_wgmma_fwd(
             # 4d (consumers). acc += p v: it is there
             # Only now p may be written over, and V loaded over.
             wait_for_all()
-            fence_acc(acc, 0)
-            if lane_id == 0:
-                mbarrier_arrive(uint32(v_empty + 8 * v_stage))
+            output_is_there(v_stage)
             if new_tile:
                 store(before, done_max, done_sum)
             else:
@@ -403,32 +472,76 @@ def attention_flash_wgmma_fwd(
                         acc[part, i] *= rescale[i >> 1 & 1]
             round_scores(p, s)
 
-        while some_key:
-            k_start = int32(k_start + BLOCK_N)
-            while k_start < t.k_end:
-                step(False, t, before, k_start, loaded, tiles_loaded)
-                loaded = uint32(loaded + 1)
-                k_start = int32(k_start + BLOCK_N)
-            tiles_loaded = uint32(tiles_loaded + 1)
-            slot = uint32(rem(tiles_loaded, Q_STAGES))
-            mbarrier_wait(uint32(q_full + 8 * slot), div(tiles_loaded, Q_STAGES) & 1)
-            t = get_tile(tile_smem, slot)
-            k_start = t.k_start
-            if k_start >= t.k_end:
-                break
-            step(True, t, before, k_start, loaded, tiles_loaded)
-            loaded = uint32(loaded + 1)
-            before = t
+        # A step without a key tile before it, and one without a key tile after it.
+        def begin(t, k_start, loaded, tiles_loaded):
+            stage = uint32(rem(loaded, STAGES))
+            mbarrier_wait(uint32(k_full + 8 * stage), div(loaded, STAGES) & 1)
+            take_turn()
+            start_scores(stage, tiles_loaded)
+            pass_turn()
+            wait_for_all()
+            scores_are_there(stage, not unmasked(t, k_start), t, k_start)
+            start_rows()
+            softmax(s, row_max, row_sum, rescale, to_log2)
+            round_scores(p, s)
 
-        # 5 (consumers). Normalise and store
-        if some_key:
+        def finish(before, loaded):
             stage = uint32(rem(loaded, STAGES))
             mbarrier_wait(uint32(v_full + 8 * stage), div(loaded, STAGES) & 1)
             clear_past_length(before, stage)
-            multiply_pv(acc, p, uint32(v_smem + stage * V_BYTES))
+            start_output(stage)
             wait_for_all()
-            fence_acc(acc, 0)
+            output_is_there(stage)
             store(before, row_max, row_sum)
+
+        # A key tile that only other consumers' rows see.
+        def pass_over(loaded):
+            stage, phase = uint32(rem(loaded, STAGES)), div(loaded, STAGES) & 1
+            mbarrier_wait(uint32(k_full + 8 * stage), phase)
+            take_turn()
+            pass_turn()
+            free_slot(k_empty, stage)
+            mbarrier_wait(uint32(v_full + 8 * stage), phase)
+            cuda.syncwarp()  # all lanes have seen it full
+            free_slot(v_empty, stage)
+
+        while k_start < t.k_end:
+            if p_is_left:
+                masked = not unmasked(t, k_start)
+                step(True, masked, t, before, k_start, loaded, tiles_loaded)
+                loaded = uint32(loaded + 1)
+            else:
+                begin(t, k_start, loaded, tiles_loaded)
+                p_is_left = True
+            k_end = own_end(t)
+            k_start = int32(k_start + BLOCK_N)
+            while k_start < k_end:
+                if unmasked(t, k_start):
+                    step(False, False, t, before, k_start, loaded, tiles_loaded)
+                else:
+                    step(False, True, t, before, k_start, loaded, tiles_loaded)
+                loaded = uint32(loaded + 1)
+                k_start = int32(k_start + BLOCK_N)
+            before = t
+            if not SEAMLESS or k_start < t.k_end:
+                finish(before, loaded)
+                loaded = uint32(loaded + 1)
+                p_is_left = False
+            while k_start < t.k_end:
+                pass_over(loaded)
+                loaded = uint32(loaded + 1)
+                k_start = int32(k_start + BLOCK_N)
+            slot = uint32(rem(tiles_loaded, Q_STAGES))
+            free_slot(q_empty, slot)
+            tiles_loaded = uint32(tiles_loaded + 1)
+            slot = uint32(rem(tiles_loaded, Q_STAGES))
+            mbarrier_wait(uint32(q_full + 8 * slot), div(tiles_loaded, Q_STAGES) & 1)
+            t = get_tile(shared, TILES_AT, slot)
+            k_start = t.k_start
+
+        # 5 (consumers). Normalise and store
+        if p_is_left:
+            finish(before, loaded)
         # What the producer has passed over: query tiles that see no key.
         if FEATURES & RANGE:
             start_rows()
@@ -440,5 +553,7 @@ def attention_flash_wgmma_fwd(
                 if t.k_start >= t.k_end:
                     store(t, row_max, row_sum)
                 tile = uint32(tile + blocks)
+        if lane_id == 0:
+            wait_for_reads()  # shared memory ends with the block
 
     return kernel

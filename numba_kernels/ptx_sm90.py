@@ -97,6 +97,16 @@ def cp_async_bulk_tensor_4d(_typing, _shared, _tensor_map, _barrier, _col, _row,
     return _statement(text, "r,l,r,r,r,r,r", uint32, TensorMap, uint32, *coordinates)
 
 
+# Copies a box the other way; what would lie outside of the array is left out. It belongs to a group
+# of its thread's (cp_async_bulk_commit_group).
+@intrinsic
+def cp_async_bulk_tensor_4d_store(_typing, _tensor_map, _shared, _col, _row, _head, _batch):
+    text = (
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
+    )
+    return _statement(text, "l,r,r,r,r,r", TensorMap, uint32, int32, int32, int32, int32)
+
+
 # ------------------------------------------------------------------------- copies of plain memory
 #
 # Addresses and sizes are multiples of 16 bytes. One thread starts a copy.
@@ -189,6 +199,18 @@ def wgmma_wait_group(GROUPS):
     return function
 
 
+# Keeps the waits that follow behind the instructions that x comes from. Without it they are moved
+# to the front, since nothing there waits for them, and what was to be done meanwhile is done
+# afterwards. No x is below -inf: nothing is ever stored.
+@intrinsic
+def pin(_typing, _x):
+    text = (
+        "{.reg .pred never; .reg .b32 nowhere; setp.lt.f32 never, $0, 0fFF800000; "
+        "mov.b32 nowhere, 0; @never st.shared.f32 [nowhere], $0;}"
+    )
+    return _statement(text, "f", types.float32)
+
+
 # Keeps the compiler from moving what reads or writes N registers over this place.
 def register_fence(N):
     @intrinsic
@@ -217,19 +239,41 @@ def opaque(_typing, _x):
     return types.uint32(uint32), codegen
 
 
+# A copy of N registers, to be read while a product reads `x`. The compiler cannot see that it is
+# one, or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
+def register_copy(N):
+    @intrinsic
+    def function(_typing, copy, _copy_index, x, _x_index):
+        def codegen(context, builder, _signature, args):
+            target = elements(context, builder, copy, *args[:2], N)
+            for to, source in zip(target, elements(context, builder, x, *args[2:], N), strict=True):
+                word = builder.load(source)
+                builder.store(assembly(builder, _WORD, "mov.b32 $0, $1;", "=r,r", [word]), to)
+            return context.get_dummy_value()
+
+        return types.void(copy, types.int64, x, types.int64), codegen
+
+    return function
+
+
 # Where an operand lies in shared memory: tiles of rows of 128 bytes, swizzled as in fragments.py,
 # the first at a multiple of 1024 bytes. Eight rows are 1024 bytes. Of an operand whose rows are
-# the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64.
+# the sums' axis (V), `leading` is the distance from 64 of its columns to the next 64. This is the
+# lower half of its descriptor.
+@cuda.jit(device=True, forceinline=True)
+def wgmma_address(shared, leading):
+    return uint32(uint32(leading >> 4) << 16 | uint32(shared & 0x3FFFF) >> 4)
+
+
+# The descriptor of what lies `offset` bytes on. No address carries out of its field, so that the
+# steps of a product are one addition apart: there is hardly time for more between two wgmmas.
 @intrinsic
-def wgmma_descriptor(_typing, _shared, _leading):
+def wgmma_descriptor(_typing, _address, _offset):
     def codegen(_context, builder, _signature, args):
-        shared, leading = args
+        address, offset = args
         swizzle_128, stride = 1 << 62, (1024 >> 4) << 32
-        start = builder.lshr(builder.and_(shared, _WORD(0x3FFFF)), _WORD(4))
-        leading = builder.zext(builder.lshr(leading, _WORD(4)), _LONG)
-        leading = builder.shl(leading, _LONG(16))
-        word = builder.or_(_LONG(swizzle_128 | stride), leading)
-        return builder.or_(word, builder.zext(start, _LONG))
+        lower = builder.add(address, builder.lshr(offset, _WORD(4)))
+        return builder.or_(_LONG(swizzle_128 | stride), builder.zext(lower, _LONG))
 
     return types.uint64(uint32, int32), codegen
 

@@ -120,15 +120,26 @@ def sees(FEATURES, score, band, batch_index, head, row, col):
 
 
 # Hides what rows and keys do not see of each other in accumulators (ptx_sm80.py), where no mask
-# does; row and col are those of s[0].
+# does; row and col are those of s[0]. Counted from col, a score's column is a constant: one
+# comparison each, and a second one only where a window begins.
 def hide(FEATURES, N):
     @cuda.jit(device=True, forceinline=True)
-    def function(s, score, band, row, col):
-        for n in range(N // 4):
-            for i in range(4):
-                its_row, its_col = int32(row + (i >> 1) * 8), int32(col + n * 8 + (i & 1))
-                if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
-                    s[4 * n + i] = -INF
+    def function(s, band, row, col):
+        for half in range(2):
+            begin, end = int32(0), int32(band.kv_length)
+            if FEATURES & RANGE:
+                begin, end = int32(row + band.lo - col), min(end, int32(row + band.hi))
+            end = int32(end - col) if row < band.q_length else int32(0)
+            for n in range(N // 4):
+                for i in range(2):
+                    if n * 8 + i >= end:
+                        s[4 * n + 2 * half + i] = -INF
+            if begin > 0:
+                for n in range(N // 4):
+                    for i in range(2):
+                        if n * 8 + i < begin:
+                            s[4 * n + 2 * half + i] = -INF
+            row = int32(row + 8)
 
     return function
 

@@ -17,12 +17,15 @@ from .common import INF, advance, copy16, reinterpret
 from .ptx_sm80 import cvt_rn_x2, st_shared_x4
 from .ptx_sm90 import (
     bar_sync,
+    cp_async_bulk_commit_group,
     cp_async_bulk_tensor_4d,
+    cp_async_bulk_tensor_4d_store,
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     register_fence,
     stmatrix_x4,
+    wgmma_address,
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
@@ -55,6 +58,18 @@ def load_tile(ROWS, COLS):
     return function
 
 
+# Copies a tile to an array; what would lie outside of it is left out.
+def store_tile(ROWS, COLS):
+    @cuda.jit(device=True, forceinline=True)
+    def function(tensor_map, tile, first_col, row, head, batch_index):
+        for col in range(0, COLS, 64):
+            source, its_col = uint32(tile + col * ROWS * 2), int32(first_col + col)
+            cp_async_bulk_tensor_4d_store(tensor_map, source, its_col, row, head, batch_index)
+        cp_async_bulk_commit_group()
+
+    return function
+
+
 # Zeros in the rows of a tile from `first` on, for products to come: written by THREADS threads, who
 # all have to call this. They meet at a barrier of the block.
 def clear_rows(ROWS, COLS, THREADS):
@@ -78,12 +93,14 @@ def start_nt(T, DEPTH, A_ROWS, B_ROWS):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, 16)
         fence(acc, 0)
         wgmma_fence()
         for d in range(DEPTH // 16):
             col, panel = (d & 3) * 32, d >> 2
-            from_a = wgmma_descriptor(uint32(a + panel * (A_ROWS * 128) + col), 16)
-            from_b = wgmma_descriptor(uint32(b + panel * (B_ROWS * 128) + col), 16)
+            from_a = wgmma_descriptor(a, panel * (A_ROWS * 128) + col)
+            from_b = wgmma_descriptor(b, panel * (B_ROWS * 128) + col)
             multiply(acc, 0, from_a, from_b, d > 0)
         wgmma_commit_group()
 
@@ -97,15 +114,16 @@ def start_rn(T, DEPTH, COLS, PARTS):
     fence_acc, fence_a = register_fence(PARTS * (COLS // 2)), register_fence(DEPTH // 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a, b):
+    def function(acc, a, a_index, b):
+        b = wgmma_address(b, DEPTH * 128)
         fence_acc(acc, 0)
-        fence_a(a, 0)
+        fence_a(a, a_index)
         wgmma_fence()
         for d in range(DEPTH // 16):
             for part in range(PARTS):
-                start = uint32(b + d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128))
-                from_b = wgmma_descriptor(start, DEPTH * 128)
-                multiply(acc, part * (COLS // 2), a, d * 4, from_b, True)
+                offset = d * 16 * 128 + part * (COLS // 64) * (DEPTH * 128)
+                from_b = wgmma_descriptor(b, offset)
+                multiply(acc, part * (COLS // 2), a, a_index + d * 4, from_b, True)
         wgmma_commit_group()
 
     return function
@@ -118,11 +136,13 @@ def start_nn(T, DEPTH, COLS):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, DEPTH * 128)
         fence(acc, 0)
         wgmma_fence()
         for d in range(DEPTH // 16):
-            from_a = wgmma_descriptor(uint32(a + d * 16 * 2), 16)
-            from_b = wgmma_descriptor(uint32(b + d * 16 * 128), DEPTH * 128)
+            from_a = wgmma_descriptor(a, d * 16 * 2)
+            from_b = wgmma_descriptor(b, d * 16 * 128)
             multiply(acc, 0, from_a, from_b, True)
         wgmma_commit_group()
 
@@ -136,11 +156,13 @@ def start_tn(T, DEPTH):
 
     @cuda.jit(device=True, forceinline=True)
     def function(acc, at, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, 16)
         fence(acc, at)
         wgmma_fence()
         for d in range(0, DEPTH, 16):
-            from_a = wgmma_descriptor(uint32(a + d * 128), 16)
-            from_b = wgmma_descriptor(uint32(b + d * 128), 16)
+            from_a = wgmma_descriptor(a, d * 128)
+            from_b = wgmma_descriptor(b, d * 128)
             multiply(acc, at, from_a, from_b, d > 0)
         wgmma_commit_group()
 
@@ -199,48 +221,58 @@ def load_registers(R, N):
 def hide_scores(FEATURES, N):
     @cuda.jit(device=True, forceinline=True)
     def function(s, score, band, query, key):
-        for i in range(N):
-            row, col = int32(query + (i >> 2) * 8 + (i & 1)), int32(key + ((i & 3) >> 1) * 8)
-            if not sees(FEATURES, score, band, 0, 0, row, col):
-                s[i] = -INF
+        for n in range(N // 4):
+            for i in range(4):
+                row, col = int32(query + 8 * n + (i & 1)), int32(key + (i >> 1) * 8)
+                if not sees(FEATURES, score, band, 0, 0, row, col):
+                    s[4 * n + i] = -INF
 
     return function
 
 
 # Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they
-# exchange chunks of eight columns until each has whole ones.
+# exchange chunks of eight columns until each has whole ones. All exchanges come before the first
+# store, so that one's latency hides the others.
 def store_rows(T, N):
-    pair = cvt_rn_x2(T)
+    pair, WORDS = cvt_rn_x2(T), N // 2
 
     @cuda.jit(device=True, forceinline=True)
     def function(out, row_stride, acc, part, factor, rows, cols):
-        x = cuda.local.array(4, uint32)
+        # Of both rows, four columns apart; then the same of whole chunks.
+        x = cuda.local.array(WORDS, uint32)
         lane_id = uint32(cuda.threadIdx.x) & 31
         quarter = lane_id & 3
         for half in range(2):
-            for chunk in range(0, N // 4, 4):
+            for n in range(N // 16):
+                group = (half * (N // 16) + n) * 4
                 for i in range(4):
-                    at = 4 * (chunk + i) + 2 * half
-                    x[i] = pair(acc[part, at] * factor[half], acc[part, at + 1] * factor[half])
+                    at = 16 * n + 4 * i + 2 * half
+                    x[group + i] = pair(
+                        acc[part, at] * factor[half], acc[part, at + 1] * factor[half]
+                    )
                 for bit in range(1, 3):
                     upper = quarter & bit != 0
                     for i in range(4):
                         if not i & bit:
-                            given = int32(x[i] if upper else x[i + bit])
+                            first, second = group + i, group + i + bit
+                            given = int32(x[first] if upper else x[second])
                             other = uint32(cuda.shfl_xor_sync(0xFFFFFFFF, given, bit))
                             if upper:
-                                x[i] = other
+                                x[first] = other
                             else:
-                                x[i + bit] = other
-                row, col = int32((lane_id >> 2) + 8 * half), int32(8 * (chunk + quarter))
-                if row < rows:
+                                x[second] = other
+        for half in range(2):
+            row = int32((lane_id >> 2) + 8 * half)
+            if row < rows:
+                for n in range(N // 16):
+                    col, chunk = int32(32 * n + 8 * quarter), (half * (N // 16) + n) * 4
                     to = advance(out, row * row_stride + col)
                     if int32(col + 8) <= cols:
-                        copy16(reinterpret(uint32, to), 0, x, 0)
+                        copy16(reinterpret(uint32, to), 0, x, chunk)
                     else:
                         elements = reinterpret(T, x)
                         for i in range(8):
                             if int32(col + i) < cols:
-                                to[i] = elements[i]
+                                to[i] = elements[2 * chunk + i]
 
     return function

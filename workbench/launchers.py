@@ -62,8 +62,9 @@ FLASH_MMA_FWD = _signature(
     "int64 heads_at_a_time",
 )  # fmt: skip
 FLASH_WGMMA_FWD = _signature(
-    "TensorMap q_map, TensorMap k_map, TensorMap v_map, T* out, Acc* lse, int* counter", "out",
-    "int64 heads_at_a_time",
+    "TensorMap q_map, TensorMap k_map, TensorMap v_map, TensorMap out_map, "
+    "Acc* lse, int* counter",
+    "", "int64 heads_at_a_time",
 )  # fmt: skip
 FLASH_WGMMA_BWD = _signature(
     "TensorMap q_map, TensorMap k_map, TensorMap v_map, TensorMap dout_map, Acc* stats, "
@@ -262,7 +263,8 @@ def attention_flash_simt(problem: Problem, arch: str) -> Work:
 
 def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
     """Hopper's own: tiles by the copy engine, products of warpgroups in the background."""
-    read = [name for name, _ in problem.strides if name in ("q", "k", "v", "dout")]
+    maps = ("q", "k", "v", "out" if problem.op == "attention" else "dout")
+    mapped = [name for name, _ in problem.strides if name in maps]
     reasons = [
         (arch != "sm_90", f"it needs the copy engine and the wgmma of sm_90, not {arch}"),
         (problem.has_mask or problem.has_bias, "it takes no mask and no bias"),
@@ -272,7 +274,7 @@ def attention_flash_wgmma(problem: Problem, arch: str) -> Work:
         ),
         (not all(_map_sizes(problem, "q") + _map_sizes(problem, "k")), "it takes no empty arrays"),
         (
-            any(min(_map_strides(problem, name)) <= 0 for name in read),
+            any(min(_map_strides(problem, name)) <= 0 for name in mapped),
             "it takes no arrays that repeat or run backwards",
         ),
     ]
@@ -290,8 +292,8 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
         | KV_LENGTHS * problem.has_kv_lengths
     )
     choices = FLASH_WGMMA_TILES[True, max(dims)]
-    tile = choices[0 if problem.seqlen_k > (4096 if problem.has_range else 1024) else -1]
-    q_stages, stages = (2, 2) if max(dims) <= 128 else (1, 2)
+    tile = choices[-1 if problem.has_range and problem.seqlen_k <= 2048 else 0]
+    q_stages, stages = 2 if max(dims) <= 128 else 1, 4 if tile.threads == 640 else 2
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dims[0]), ("HEAD_DIM_V", dims[1]), ("FEATURES", options),
@@ -300,17 +302,21 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     entry = Entry(
         "attention_flash_wgmma_fwd", "attention_flash_wgmma_fwd", constants, FLASH_WGMMA_FWD
     )
-    shared_memory = 2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
-    barriers = 2 * q_stages + 4 * stages
+    shared_memory = (
+        2 * (q_stages * tile.block_m * dims[0] + stages * tile.block_n * sum(dims))
+        + 2 * tile.block_m * min(dims[1], 128)  # out
+        + 8 * (2 * q_stages + 4 * stages)  # barriers
+        + 36 * q_stages  # what the consumers are to know of a query tile
+    )
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     launch = Launch(
-        entry, min(tiles, MULTIPROCESSORS), tile.threads, 2048 + shared_memory + 8 * barriers,
+        entry, min(tiles, MULTIPROCESSORS), tile.threads, shared_memory,
         values=_heads_at_a_time(problem, problem.heads_q),
         maps=(
             TensorMap("q_map", "q", tile.block_m), TensorMap("k_map", "k", tile.block_n),
-            TensorMap("v_map", "v", tile.block_n),
+            TensorMap("v_map", "v", tile.block_n), TensorMap("out_map", "out", 16),
         ),
     )  # fmt: skip
     counter = Workspace("counter", (1,), "int32", zeroed=True)
@@ -361,7 +367,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
             Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
             Launch(
                 entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
-                1024 + shared_memory, at_a_time,
+                shared_memory, at_a_time,
                 tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
                 dependent=True,
             ),
@@ -409,8 +415,8 @@ def _heads_at_a_time(problem: Problem, heads: int) -> tuple[tuple[str, int]]:
 
 
 def _map_sizes(problem: Problem, array: str) -> tuple[int, int, int]:
-    """Batch, heads and rows of q, k, v or dout."""
-    if array in ("q", "dout"):
+    """Batch, heads and rows of q, k, v, out or dout."""
+    if array in ("q", "out", "dout"):
         return problem.batch, problem.heads_q, problem.seqlen_q
     return problem.batch, problem.heads_kv, problem.seqlen_k
 
@@ -431,7 +437,7 @@ def tensor_map(problem: Problem, chosen: TensorMap, address: int) -> dict[str, A
     A box is 64 columns wide, 128 bytes, and swizzled (fragments.cuh).
     """
     batch, heads, rows = _map_sizes(problem, chosen.array)
-    cols = problem.head_dim_v if chosen.array in ("v", "dout") else problem.head_dim
+    cols = problem.head_dim_v if chosen.array in ("v", "out", "dout") else problem.head_dim
     batch_stride, head_stride, row_stride = _map_strides(problem, chosen.array)
     return {
         "data_type": {"float16": 6, "bfloat16": 9}[problem.dtype], "rank": 4,
@@ -675,12 +681,12 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
-# (forward, larger padded head_dim) -> tiles for long sequences of keys, and for short ones; a
+# (forward, larger padded head_dim) -> tiles, and others for few keys of which not all are seen; a
 # warpgroup of producers and one of consumers for each 64 rows, or two that share 64 wide ones.
 FLASH_WGMMA_TILES = {
-    (True, 64): (Tile(192, 128, 512, RANGE), Tile(128, 128, 384, RANGE)),
+    (True, 64): (Tile(192, 128, 512, RANGE), Tile(256, 64, 640, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
-    (True, 256): (Tile(128, 80, 384, RANGE), Tile(128, 64, 384, RANGE)),
+    (True, 256): (Tile(128, 64, 384, RANGE),),
     (False, 64): (Tile(128, 128, 384, RANGE),),
     (False, 128): (Tile(64, 128, 384, RANGE),),
     (False, 256): (Tile(64, 64, 384, RANGE),),
