@@ -22,7 +22,6 @@
 // Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
-#include "scores.cuh"
 #include "warpgroups.cuh"
 
 template <typename T,
@@ -76,18 +75,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
   if (threadIdx.x == 0) {
-    mbarrier_init(k_full, 1);
-    mbarrier_init(v_full, 1);
+    init_barriers(k_full, 2, 1);         // and v_full
+    init_barriers(q_full, Q_STAGES, 2);  // for q and for the statistics
+    init_barriers(q_empty, Q_STAGES, WARPS);
+    init_barriers(dout_full, DOUT_STAGES, 1);
+    init_barriers(dout_empty, DOUT_STAGES, WARPS);
     mbarrier_init(dq_full, WARPS);
     mbarrier_init(dq_empty, 1);
-    for (int stage = 0; stage < Q_STAGES; ++stage) {
-      mbarrier_init(q_full + 8 * stage, 2);  // for q and for the statistics
-      mbarrier_init(q_empty + 8 * stage, WARPS);
-    }
-    for (int stage = 0; stage < DOUT_STAGES; ++stage) {
-      mbarrier_init(dout_full + 8 * stage, 1);
-      mbarrier_init(dout_empty + 8 * stage, WARPS);
-    }
     fence_mbarrier_init();
     griddepcontrol_wait();  // for statistics, and zeros in sums and counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
@@ -100,11 +94,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
   HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
   int heads_each = uint32(heads_q) / uint32(heads_kv);
-  int batch_index = at.head / uint32(heads_kv);
-  int head_kv = at.head % uint32(heads_kv);
-  int k_tile = at.tile;
-  int k_start = k_tile * BLOCK_N;
-
+  int batch_index = at.head / uint32(heads_kv), head_kv = at.head % uint32(heads_kv);
+  int k_tile = at.tile, k_start = k_tile * BLOCK_N;
   KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
   int q_first = first_query<FEATURES>(band, k_start);
   int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
@@ -211,8 +202,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_wait(dout_full + 8 * (step % DOUT_STAGES), step / DOUT_STAGES & 1);
   };
   auto start_dp = [&](uint32 step) {
-    uint32 slot = step % DOUT_STAGES;
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_smem + slot * QUERY_BYTES);
+    uint32 dout_rows = dout_smem + step % DOUT_STAGES * QUERY_BYTES;
+    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_rows);
   };
   // Both lse and both delta of a thread's queries in the n-th eight of them.
   auto row_stats = [&](uint32 step, int n) {
@@ -220,15 +211,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     return reinterpret_cast<const float4*>(smem + at)[4 * n];
   };
   // 4b (consumers). p = exp(s - lse)
-  auto hide_scores = [&]() {
+  auto hide_unseen = [&]() {
     register_fence(s);
     int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
     if (tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_first, k_first + 64)) return;
-#pragma unroll
-    for (int i = 0; i < BLOCK_M / 2; ++i) {
-      int row = q_start + first_col + i / 4 * 8 + i % 2, col = first_key_row + i % 4 / 2 * 8;
-      if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
-    }
+    hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
   };
   // Of one part of the queries.
   auto probabilities = [&](uint32 step, int part) __attribute__((always_inline)) {
@@ -290,9 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto add_dq = [&]() {
     register_fence(dq_part);
     mbarrier_wait(dq_empty, ~step & 1);
-    float4* to = reinterpret_cast<float4*>(smem + dq_warp) + lane_id;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) to[32 * n] = *reinterpret_cast<const float4*>(dq_part + 4 * n);
+    store_registers(smem + dq_warp, dq_part);
     fence_proxy_async();
     __syncwarp();
     if (lane_id == 0) mbarrier_arrive(dq_full);
@@ -304,7 +289,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     wait_for_dout(0);
     start_dp(0);
     wgmma_wait_group<1>();
-    hide_scores();
+    hide_unseen();
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       probabilities(0, part);
@@ -325,14 +310,14 @@ __global__ void __launch_bounds__(THREADS, 1)
       wait_for_dout(step + 1);
       start_dp(step + 1);
       wgmma_wait_group<2>();
-      hide_scores();
+      hide_unseen();
       probabilities(step + 1, 0);
       start_dv(step + 1, 0);
       wgmma_wait_group<2>();
       dk_is_there();
     } else {  // dp has to wait for the registers that half of the scores and ds leave
       wgmma_wait_group<1>();
-      hide_scores();
+      hide_unseen();
       probabilities(step + 1, 0);
       wait_for_dout(step + 1);
       start_dv(step + 1, 0);

@@ -67,16 +67,12 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   uint32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
   QueryTile* tile_smem = reinterpret_cast<QueryTile*>(shared + (v_empty + 8 * STAGES - q_smem));
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < Q_STAGES; ++slot) {
-      mbarrier_init(q_full + 8 * slot, 1);
-      mbarrier_init(q_empty + 8 * slot, 4 * CONSUMERS);  // one arrival a warp
-    }
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(k_full + 8 * stage, 1);
-      mbarrier_init(v_full + 8 * stage, 1);
-      mbarrier_init(k_empty + 8 * stage, 4 * CONSUMERS);
-      mbarrier_init(v_empty + 8 * stage, 4 * CONSUMERS);
-    }
+    init_barriers(q_full, Q_STAGES, 1);
+    init_barriers(q_empty, Q_STAGES, 4 * CONSUMERS);  // one arrival a warp
+    init_barriers(k_full, STAGES, 1);
+    init_barriers(k_empty, STAGES, 4 * CONSUMERS);
+    init_barriers(v_full, STAGES, 1);
+    init_barriers(v_empty, STAGES, 4 * CONSUMERS);
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -1,4 +1,4 @@
-// attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and
+// attention_row_stats: what Hopper's backwards know of a query row, two at a time, and
 // zeros for it to add to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
@@ -15,14 +15,14 @@
 // Launched by:   workbench/launchers.py, attention_flash_wgmma, first of its backward
 #include "ptx_sm80.cuh"
 
-template <typename T, int BLOCK_M, int HEAD_DIM>
+template <typename T, int BLOCK_M, int HEAD_DIM, int ADDERS>
 __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, seqlen_q, head_dim_v)
                                     const T* out,          // (batch, heads_q, seqlen_q, head_dim_v)
                                     const acc_t<T>* lse,   // (batch, heads_q, seqlen_q), contiguous
                                     const acc_t<T>* dlse,  // the same, or null
                                     acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 2)
                                     acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
-                                    int* turns,        // 1 + (batch, heads_q, tiles), or null
+                                    int* turns,  // 1 + (batch, heads_q, tiles, ADDERS), or null
                                     Strides dout_strides,
                                     Strides out_strides,
                                     int64 batch,
@@ -64,7 +64,9 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   // 3. Store
   if (col != 0) return;
   if (turns && index == 0) turns[0] = 0;
-  if (turns && row % BLOCK_M == 0) turns[1 + index / LANES / BLOCK_M] = 0;
+  if (turns && row % BLOCK_M < ADDERS) {
+    turns[1 + index / LANES / BLOCK_M * ADDERS + row % BLOCK_M] = 0;
+  }
   float row_lse = INF;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;

@@ -185,6 +185,13 @@ __device__ __forceinline__ void register_fence(uint32 (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// x, of which the compiler now knows nothing: what a loop makes of it is made in the loop, and not
+// ahead of it, to be kept in registers.
+__device__ __forceinline__ uint32 opaque(uint32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // A copy of registers, to be read while a product reads `x`. The compiler cannot see that it is
 // one, or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
 template <int N>
@@ -209,8 +216,9 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, int offset) {
 }
 
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis
-// along their rows; or a is in registers, as those of mma_m16n8k16, and b has the sums' axis down
-// its columns. Without `accumulate` what acc held is forgotten.
+// along their rows (ss); or b has the sums' axis down its columns, and a is in shared memory
+// (ss_trans_b) or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held
+// is forgotten.
 template <typename T, int N>
 struct Wgmma;
 
@@ -239,6 +247,17 @@ struct Wgmma;
                    ", 0; "                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES   \
                    "}, %" A0 ", %" A1 ", accumulate, 1, 1, 0, 0;}"                              \
+                   : ACC()                                                                      \
+                   : "l"(a), "l"(b), "r"(int(accumulate)));                                     \
+    }                                                                                           \
+    static __device__ __forceinline__ void ss_trans_b(float (&acc)[N / 2],                      \
+                                                      uint64 a,                                 \
+                                                      uint64 b,                                 \
+                                                      bool accumulate) {                        \
+      asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %" A2                       \
+                   ", 0; "                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES   \
+                   "}, %" A0 ", %" A1 ", accumulate, 1, 1, 0, 1;}"                              \
                    : ACC()                                                                      \
                    : "l"(a), "l"(b), "r"(int(accumulate)));                                     \
     }                                                                                           \

@@ -12,6 +12,11 @@
 #include "ptx_sm90.cuh"
 #include "scores.cuh"
 
+// Initialises barriers that stand one behind the other.
+__device__ __forceinline__ void init_barriers(uint32 first, int barriers, int count) {
+  for (int i = 0; i < barriers; ++i) mbarrier_init(first + 8 * i, count);
+}
+
 // Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
 template <int ROWS, int COLS>
 __device__ __forceinline__ void load_tile(uint32 tile,
@@ -92,6 +97,21 @@ __device__ __forceinline__ void start_rn(float (&acc)[PARTS][COLS / 2],
       int offset = d * 128 + part * (COLS / 64) * (DEPTH * 128);
       Wgmma<T, COLS>::rs(acc[part], a + d / 4, wgmma_descriptor(b, offset), true);
     }
+  }
+  wgmma_commit_group();
+}
+
+// Starts acc += sum over d < DEPTH of a[row][d] * b[d][col], for 64 rows of a panel of a, which has
+// the sums' axis along its rows, and COLS columns of b.
+template <typename T, int DEPTH, int COLS>
+__device__ __forceinline__ void start_nn(float (&acc)[COLS / 2], uint32 a, uint32 b) {
+  a = wgmma_address(a, 16);
+  b = wgmma_address(b, DEPTH * 128);
+  register_fence(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d += 16) {
+    Wgmma<T, COLS>::ss_trans_b(acc, wgmma_descriptor(a, d * 2), wgmma_descriptor(b, d * 128), true);
   }
   wgmma_commit_group();
 }
@@ -183,6 +203,39 @@ __device__ __forceinline__ void send_rows(const TensorMap& map,
   fence_proxy_async();
   __syncwarp();
   if (first) store_tile<16, N * 2>(map, shared, col, row, head, batch_index);
+}
+
+// Registers of a warp to shared memory as they lie, 16 bytes of each lane after each other; back.
+template <typename R, int N>
+__device__ __forceinline__ void store_registers(char* to, const R (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    *reinterpret_cast<uint4*>(to + i * 128 + threadIdx.x % 32 * 16) =
+        *reinterpret_cast<const uint4*>(x + i);
+  }
+}
+
+template <typename R, int N>
+__device__ __forceinline__ void load_registers(R (&x)[N], const char* from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    *reinterpret_cast<uint4*>(x + i) =
+        *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 16);
+  }
+}
+
+// Hides those of a thread's transposed scores that its queries, from `query` on, do not see.
+template <int FEATURES, int N>
+__device__ __forceinline__ void hide_scores(float (&s)[N],
+                                            const ScoreParams<float>& score,
+                                            const KeyRange& band,
+                                            int query,
+                                            int key) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    int row = query + i / 4 * 8 + i % 2, col = key + i % 4 / 2 * 8;
+    if (!sees<FEATURES>(score, band, 0, 0, row, col)) s[i] = -INF;
+  }
 }
 
 // Two rows of accumulators, times their factors, to global memory. Four lanes share a row: they

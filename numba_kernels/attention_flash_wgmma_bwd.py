@@ -28,7 +28,6 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import (
-    INF,
     LOG2E,
     advance,
     cdiv,
@@ -38,7 +37,6 @@ from .common import (
     offset_of,
     reinterpret,
     rem,
-    store16,
 )
 from .ptx_sm80 import (
     atom_inc,
@@ -72,14 +70,17 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, first_query, key_range, last_query, sees, tile_is_unmasked
+from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
+    hide_scores,
+    init_barriers,
     load_tile,
     round_fragments,
     start_nt,
     start_rn,
     start_tn,
     store_fragments,
+    store_registers,
     store_rows,
 )
 
@@ -112,6 +113,7 @@ def attention_flash_wgmma_bwd(
     copy_p = register_copy(16)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
     round_gradients = round_fragments(T, P)
+    hide, store_dq = hide_scores(FEATURES, SCORES), store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, HEAD_DIM // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -157,16 +159,13 @@ def attention_flash_wgmma_bwd(
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8))
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:
-            mbarrier_init(k_full, 1)
-            mbarrier_init(v_full, 1)
+            init_barriers(k_full, 2, 1)  # and v_full
+            init_barriers(q_full, Q_STAGES, 2)  # for q and for the statistics
+            init_barriers(q_empty, Q_STAGES, WARPS)
+            init_barriers(dout_full, DOUT_STAGES, 1)
+            init_barriers(dout_empty, DOUT_STAGES, WARPS)
             mbarrier_init(dq_full, WARPS)
             mbarrier_init(dq_empty, 1)
-            for stage in range(Q_STAGES):
-                mbarrier_init(uint32(q_full + 8 * stage), 2)  # for q and for the statistics
-                mbarrier_init(uint32(q_empty + 8 * stage), WARPS)
-            for stage in range(DOUT_STAGES):
-                mbarrier_init(uint32(dout_full + 8 * stage), 1)
-                mbarrier_init(uint32(dout_empty + 8 * stage), WARPS)
             fence_mbarrier_init()
             griddepcontrol_wait()  # for statistics, and zeros in sums and counters
             if DETERMINISTIC:
@@ -322,17 +321,12 @@ def attention_flash_wgmma_bwd(
             load16(row, 0, reinterpret(float32, advance(smem, at)), 16 * n)
 
         # 4b (consumers). p = exp(s - lse)
-        def hide_scores(q_tile):
+        def hide_unseen(q_tile):
             fence_scores(s, 0)
             q_start, k_first = int32(q_tile * BLOCK_M), int32(k_start + group * 64)
             q_end, k_end = int32(q_start + BLOCK_M), int32(k_first + 64)
             if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_first, k_end):
-                for n in range(BLOCK_M // 8):
-                    for i in range(4):
-                        its_row = int32(q_start + first_col + 8 * n + (i & 1))
-                        its_col = int32(first_key_row + (i >> 1) * 8)
-                        if not sees(FEATURES, score, band, 0, 0, its_row, its_col):
-                            s[4 * n + i] = -INF
+                hide(s, score, band, int32(q_start + first_col), first_key_row)
 
         # Of one part of the queries.
         def probabilities(step, part):
@@ -384,14 +378,12 @@ def attention_flash_wgmma_bwd(
 
         # 4f (consumers). dq += ds k
         def start_dq(step):
-            multiply_tn(dq_part, uint32(ds_part + rem(step, 2) * DS_BYTES), k_part)
+            multiply_tn(dq_part, 0, uint32(ds_part + rem(step, 2) * DS_BYTES), k_part)
 
         def add_dq(step):
             fence_part(dq_part, 0)
             mbarrier_wait(dq_empty, ~step & 1)
-            to = reinterpret(float32, advance(smem, uint32(dq_warp + lane_id * 16)))
-            for n in range(8):
-                store16(to, 128 * n, dq_part, 4 * n)
+            store_dq(advance(smem, dq_warp), dq_part, 0)
             fence_proxy_async()
             cuda.syncwarp()
             if lane_id == 0:
@@ -404,7 +396,7 @@ def attention_flash_wgmma_bwd(
             wait_for_dout(uint32(0))
             start_dp(uint32(0))
             wait_but_for_one()
-            hide_scores(q_tile)
+            hide_unseen(q_tile)
             for part in range(PARTS):
                 probabilities(uint32(0), part)
                 start_dv(uint32(0), part)
@@ -423,14 +415,14 @@ def attention_flash_wgmma_bwd(
                 wait_for_dout(following)
                 start_dp(following)
                 wait_but_for_two()
-                hide_scores(q_tile)
+                hide_unseen(q_tile)
                 probabilities(following, 0)
                 start_dv(following, 0)
                 wait_but_for_two()
                 dk_is_there(step)
             else:  # dp has to wait for the registers that half of the scores and ds leave
                 wait_but_for_one()
-                hide_scores(q_tile)
+                hide_unseen(q_tile)
                 probabilities(following, 0)
                 wait_for_dout(following)
                 start_dv(following, 0)

@@ -30,7 +30,6 @@ from .ptx_sm90 import (
     cp_async_bulk_wait_group_read,
     fence_mbarrier_init,
     mbarrier_arrive,
-    mbarrier_init,
     mbarrier_wait,
     register_fence,
     setmaxnreg_dec,
@@ -50,6 +49,7 @@ from .scores import (
 )
 from .warpgroups import (
     clear_rows,
+    init_barriers,
     load_tile,
     round_fragments,
     running_softmax,
@@ -125,14 +125,12 @@ def attention_flash_wgmma_fwd(
         v_empty = uint32(v_full + 8 * STAGES)
         thread = uint32(cuda.threadIdx.x)
         if thread == 0:
-            for stage in range(Q_STAGES):
-                mbarrier_init(uint32(q_full + 8 * stage), 1)
-                mbarrier_init(uint32(q_empty + 8 * stage), 4 * CONSUMERS)  # one arrival a warp
-            for stage in range(STAGES):
-                mbarrier_init(uint32(k_full + 8 * stage), 1)
-                mbarrier_init(uint32(v_full + 8 * stage), 1)
-                mbarrier_init(uint32(k_empty + 8 * stage), 4 * CONSUMERS)
-                mbarrier_init(uint32(v_empty + 8 * stage), 4 * CONSUMERS)
+            init_barriers(q_full, Q_STAGES, 1)
+            init_barriers(q_empty, Q_STAGES, 4 * CONSUMERS)  # one arrival a warp
+            init_barriers(k_full, STAGES, 1)
+            init_barriers(k_empty, STAGES, 4 * CONSUMERS)
+            init_barriers(v_full, STAGES, 1)
+            init_barriers(v_empty, STAGES, 4 * CONSUMERS)
             fence_mbarrier_init()
         cuda.syncthreads()
 

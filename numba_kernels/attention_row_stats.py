@@ -1,4 +1,4 @@
-"""attention_row_stats: what attention_flash_wgmma_bwd knows of a query row, two at a time, and
+"""attention_row_stats: what Hopper's backwards know of a query row, two at a time, and
 zeros for it to add to and to count on.
 
   delta[row] = rowsum(dout * out) - dlse[row]
@@ -36,7 +36,7 @@ from .common import (
 from .ptx_sm80 import griddepcontrol_launch_dependents
 
 
-def attention_row_stats(T, BLOCK_M, HEAD_DIM):
+def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
     LANES = HEAD_DIM // 8
     Acc, float32, int32, int64, uint32 = (
         acc_t(T), types.float32, types.int32, types.int64, types.uint32,
@@ -50,7 +50,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
         dlse,  # the same, or null
         stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
         dq_acc,  # (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, tiles), or null
+        turns,  # 1 + (batch, heads_q, tiles, ADDERS), or null
         dout_strides,
         out_strides,
         batch,
@@ -102,8 +102,8 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM):
             return
         if not is_null(turns) and index == 0:
             turns[0] = 0
-        if not is_null(turns) and rem(row, BLOCK_M) == 0:
-            turns[1 + div(div(index, LANES), BLOCK_M)] = 0
+        if not is_null(turns) and rem(row, BLOCK_M) < ADDERS:
+            turns[1 + div(div(index, LANES), BLOCK_M) * ADDERS + rem(row, BLOCK_M)] = 0
         row_lse = float32(INF)
         if row < seqlen_q:
             at = int64(head) * seqlen_q + row

@@ -229,6 +229,16 @@ def register_fence(N):
     return function
 
 
+# x, of which the compiler now knows nothing: what a loop makes of it is made in the loop, and not
+# ahead of it, to be kept in registers.
+@intrinsic
+def opaque(_typing, _x):
+    def codegen(_context, builder, _signature, args):
+        return assembly(builder, _WORD, "", "=r,0", args)
+
+    return types.uint32(uint32), codegen
+
+
 # A copy of N registers, to be read while a product reads `x`. The compiler cannot see that it is
 # one, or it would have `x` itself read; ptxas, which may do that, makes no instruction of it.
 def register_copy(N):
@@ -269,8 +279,8 @@ def wgmma_descriptor(_typing, _address, _offset):
 
 
 # acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis along
-# their rows (ss); or a is in registers, as those of mma_m16n8k16, and b has the sums' axis down its
-# columns (rs). Without `accumulate` what acc held is forgotten.
+# their rows (ss); or b has the sums' axis down its columns, and a is in shared memory (ss_trans_b)
+# or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held is forgotten.
 def _wgmma(context, builder, T, N, acc, a, a_constraints, b, accumulate, flags):
     kind = "f16" if types.float16 == T else "bf16"
     count, b_at = N // 2, N // 2 + len(a)
@@ -299,6 +309,21 @@ def wgmma_ss(T, N):
             target = elements(context, builder, acc, *args[:2], N // 2)
             a, b, accumulate = args[2:]
             flags = "1, 1, 0, 0"
+            return _wgmma(context, builder, T, N, target, [a], ["l"], b, accumulate, flags)
+
+        descriptors = (types.uint64, types.uint64)
+        return types.void(acc, types.int64, *descriptors, types.boolean), codegen
+
+    return function
+
+
+def wgmma_ss_trans_b(T, N):
+    @intrinsic
+    def function(_typing, acc, _acc_index, _a, _b, _accumulate):
+        def codegen(context, builder, _signature, args):
+            target = elements(context, builder, acc, *args[:2], N // 2)
+            a, b, accumulate = args[2:]
+            flags = "1, 1, 0, 1"
             return _wgmma(context, builder, T, N, target, [a], ["l"], b, accumulate, flags)
 
         descriptors = (types.uint64, types.uint64)

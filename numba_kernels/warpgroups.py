@@ -23,6 +23,7 @@ from .ptx_sm90 import (
     cp_async_bulk_wait_group_read,
     fence_proxy_async,
     mbarrier_arrive_expect_tx,
+    mbarrier_init,
     pin,
     register_fence,
     stmatrix_x4,
@@ -33,10 +34,18 @@ from .ptx_sm90 import (
     wgmma_rs,
     wgmma_ss,
     wgmma_ss_trans,
+    wgmma_ss_trans_b,
 )
-from .scores import finite_or_zero
+from .scores import finite_or_zero, sees
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
+
+
+# Initialises barriers that stand one behind the other.
+@cuda.jit(device=True, forceinline=True)
+def init_barriers(first, barriers, count):
+    for i in range(barriers):
+        mbarrier_init(uint32(first + 8 * i), count)
 
 
 # Copies a tile of ROWS x COLS, 64 columns after 64, and lets the barrier count its bytes.
@@ -122,21 +131,41 @@ def start_rn(T, DEPTH, COLS, PARTS):
     return function
 
 
+# Starts acc += sum over d < DEPTH of a[row, d] * b[d, col], for 64 rows of a panel of a, which has
+# the sums' axis along its rows, and COLS columns of b.
+def start_nn(T, DEPTH, COLS):
+    multiply, fence = wgmma_ss_trans_b(T, COLS), register_fence(COLS // 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        a = wgmma_address(a, 16)
+        b = wgmma_address(b, DEPTH * 128)
+        fence(acc, 0)
+        wgmma_fence()
+        for d in range(DEPTH // 16):
+            from_a = wgmma_descriptor(a, d * 16 * 2)
+            from_b = wgmma_descriptor(b, d * 16 * 128)
+            multiply(acc, 0, from_a, from_b, True)
+        wgmma_commit_group()
+
+    return function
+
+
 # Starts acc = sum over d < DEPTH of a[d, row] * b[d, col], for 64 rows and 64 columns: a panel of
 # a and one of b, both with the sums' axis down their columns.
 def start_tn(T, DEPTH):
     multiply, fence = wgmma_ss_trans(T), register_fence(32)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a, b):
+    def function(acc, at, a, b):
         a = wgmma_address(a, 16)
         b = wgmma_address(b, 16)
-        fence(acc, 0)
+        fence(acc, at)
         wgmma_fence()
         for d in range(0, DEPTH, 16):
             from_a = wgmma_descriptor(a, d * 128)
             from_b = wgmma_descriptor(b, d * 128)
-            multiply(acc, 0, from_a, from_b, d > 0)
+            multiply(acc, at, from_a, from_b, d > 0)
         wgmma_commit_group()
 
     return function
@@ -219,6 +248,41 @@ def send_rows(T, N):
         cuda.syncwarp()
         if first:
             send(tensor_map, shared, col, row, head, batch_index)
+
+    return function
+
+
+# N registers (R) of a warp, from x[at] on, to shared memory as they lie, 16 bytes of each lane
+# after each other; and back.
+def store_registers(R, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(to, x, at):
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        for i in range(0, N, 4):
+            copy16(reinterpret(R, advance(to, i * 128 + lane_id * 16)), 0, x, at + i)
+
+    return function
+
+
+def load_registers(R, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(x, start):
+        lane_id = uint32(cuda.threadIdx.x) & 31
+        for i in range(0, N, 4):
+            copy16(x, i, reinterpret(R, advance(start, i * 128 + lane_id * 16)), 0)
+
+    return function
+
+
+# Hides those of a thread's N transposed scores that its queries, from `query` on, do not see.
+def hide_scores(FEATURES, N):
+    @cuda.jit(device=True, forceinline=True)
+    def function(s, score, band, query, key):
+        for n in range(N // 4):
+            for i in range(4):
+                row, col = int32(query + 8 * n + (i & 1)), int32(key + (i >> 1) * 8)
+                if not sees(FEATURES, score, band, 0, 0, row, col):
+                    s[4 * n + i] = -INF
 
     return function
 

@@ -48,6 +48,7 @@ SHARED = {
     "tiles": ("attention_flash_simt",),
     "matmul": ("attention_tiled",),
     "attention_row_stats": ("attention_flash_wgmma",),
+    "attention_flash_wgmma_bwd_wide": ("attention_flash_wgmma",),
     "attention_delta": ("attention_naive",),
     "attention_dbias": ("attention_naive",),
 }

@@ -229,7 +229,7 @@ def test_any_stride_along_an_axis_of_length_1(row: Any, language: str) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_backward_of_hopper(
     deterministic: bool, head_dim: int, row: Any, language: str
@@ -244,11 +244,21 @@ def test_the_backward_of_hopper(
 
 
 @HOPPER
+def test_groups_of_wide_heads(row: Any, language: str) -> None:
+    """The same instance as the backward of head_dim 256 above, with several heads of keys."""
+    sizes = {"heads_q": 6, "heads_kv": 2, "seqlen_q": 9, "seqlen_k": 20, "head_dim": 136}
+    e = example(row, 19, dtype="bfloat16", causal=True, **sizes)
+    assert part_taken(row, e, SIMULATOR_ARCH).dout is not None
+    check_taken(row, language, e)
+
+
+@HOPPER
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_blocks_that_run_alone_add_up_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, row: Any, language: str
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, row: Any, language: str
 ) -> None:
     """Together, those of later keys have fewer steps and end first, but must add in their turn."""
-    sizes = {"heads_q": 1, "seqlen_q": 290, "seqlen_k": 290, "head_dim": 128}
+    sizes = {"heads_q": 1, "seqlen_q": 290, "seqlen_k": 290, "head_dim": head_dim}
     e = example(row, 17, causal=True, **sizes)
 
     def sums() -> bytes:

@@ -50,7 +50,7 @@ def test_every_kernel_file_belongs_to_a_row() -> None:
     names = {row.name for row in KERNELS}
     # Of every backward; of those on tensor cores, of Hopper's, of forwards that split their keys.
     shared = {"attention_delta", "attention_dbias", "attention_dq", "attention_row_stats"}
-    shared |= {"attention_merge"}
+    shared |= {"attention_merge", "attention_flash_wgmma_bwd_wide"}
     for stem in stems("cuda"):
         assert stem.removesuffix("_fwd").removesuffix("_bwd") in names | shared
 
@@ -136,7 +136,6 @@ def test_what_hopper_declines() -> None:
     backward = replace(half, op="attention_backward")
     assert reason("attention_flash_wgmma", backward) == ""
     for change, why in (
-        ({"head_dim_v": 192}, "its backward's head_dim goes to 128, not 192"),
         ({"softcap": 2.0}, "its backward takes no softcap"),
         ({"scale": -1.0}, "its backward takes a positive scale, not -1.0"),
         # Its grid covers keys; a tensor map of no queries cannot be made.
@@ -246,7 +245,7 @@ def test_instances_reach_every_kernel_dtype_and_feature(arch: str) -> None:
     assert flash >= {0, 1, 2, 4, 8, 15}
     every = [launch.entry for launches in units.values() for launch in launches]
     assert len(set(every)) == len(every)
-    assert 100 <= len(every) <= 340
+    assert 100 <= len(every) <= 350
 
 
 def test_instances_are_problems_that_users_can_have() -> None:

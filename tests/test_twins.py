@@ -71,7 +71,11 @@ MISSING: dict[str, set[str]] = {
 
 # Where a kernel waits for products: after the first ones of a walk, after each one of a step, twice
 # where the forward begins a query tile, and at the end.
-WAITS = {"attention_flash_wgmma_fwd": 6, "attention_flash_wgmma_bwd": 10}
+WAITS = {
+    "attention_flash_wgmma_fwd": 6,
+    "attention_flash_wgmma_bwd": 10,
+    "attention_flash_wgmma_bwd_wide": 14,  # of two warpgroups, apart until the last step
+}
 
 # Where p and ds wait for one barrier, ds comes before dv.
 SWAPPED = {"attention_flash_mma_bwd": ("4c", "4d")}

@@ -34,6 +34,7 @@ LAUNCHED_BY = {
     "attention_dq": "attention_flash_mma",
     "attention_merge": "attention_flash_mma",
     "attention_row_stats": "attention_flash_wgmma",
+    "attention_flash_wgmma_bwd_wide": "attention_flash_wgmma",
 }
 
 

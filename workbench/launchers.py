@@ -326,32 +326,31 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
 
 def _flash_wgmma_bwd(problem: Problem) -> Work:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    if head_dim > 128:
-        raise NotWrittenError(f"its backward's head_dim goes to 128, not {head_dim}")
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
     if problem.scale <= 0:
         raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
-    q_stages, dout_stages = (3, 3) if dim == 128 else (3, 2)
+    wide = dim == 256  # more of dk and dv than a warpgroup has registers for
+    q_stages, dout_stages = {64: (3, 2), 128: (3, 3), 256: (2, 1)}[dim]
+    adders = 2 if wide else 1
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
         ("HEAD_DIM", dim), ("FEATURES", features(problem)),
         ("DETERMINISTIC", int(problem.deterministic)), ("Q_STAGES", q_stages),
         ("DOUT_STAGES", dout_stages), ("THREADS", tile.threads),
     )  # fmt: skip
-    entry = Entry(
-        "attention_flash_wgmma_bwd", "attention_flash_wgmma_bwd", constants, FLASH_WGMMA_BWD
-    )
+    stem = "attention_flash_wgmma_bwd_wide" if wide else "attention_flash_wgmma_bwd"
+    entry = Entry(stem, stem, constants, FLASH_WGMMA_BWD)
     keys, queries = 2 * tile.block_n * dim, 2 * tile.block_m * dim  # bytes of a tile
     shared_memory = (
         2 * keys
         + (q_stages + dout_stages) * queries
-        + 2 * (2 * tile.block_n * tile.block_m)
-        + 4 * tile.block_m * dim  # dq
+        + (3 if wide else 2) * (2 * tile.block_n * tile.block_m)  # ds, and p
+        + 4 * tile.block_m * dim // adders  # dq
         + q_stages * 8 * tile.block_m  # lse and delta
-        + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2)
+        + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2 * adders)
         + 8
     )
     heads_total = problem.batch * problem.heads_kv
@@ -359,7 +358,9 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
     at_a_time = _heads_at_a_time(problem, problem.heads_kv)
-    rows = (("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim))
+    rows = (
+        ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim), ("ADDERS", adders),
+    )  # fmt: skip
     stats = Entry("attention_row_stats", "attention_row_stats", rows, ATTENTION_ROW_STATS)
     maps = (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("dout", tile.block_m))
     return Work(
@@ -376,7 +377,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         (
             Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
             Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
-            *_turns(problem, tiles, zeroed=False),
+            *_turns(problem, adders * tiles, zeroed=False),
         ),
     )  # fmt: skip
 
@@ -682,13 +683,14 @@ FLASH_MMA_TILES = {
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
 # (forward, larger padded head_dim) -> tiles, and others for few keys; a warpgroup of producers and
-# one of consumers for each 64 rows.
+# one of consumers for each 64 rows, or two that share 64 wide ones.
 FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(256, 64, 640, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),
     (True, 256): (Tile(128, 64, 384, RANGE),),
     (False, 64): (Tile(128, 128, 384, RANGE),),
     (False, 128): (Tile(64, 128, 384, RANGE),),
+    (False, 256): (Tile(64, 64, 384, RANGE),),
 }
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU

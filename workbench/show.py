@@ -17,7 +17,7 @@ HEADER = "What it does"
 SETUP = "Before the steps"
 
 _STEP = re.compile(r"^\s*(?://|#)\s+(\d+[a-z]?)((?: \([^)]*\))?)\. (.+?)\s*$")
-_SUFFIXES = ("_fwd", "_bwd")
+_SUFFIXES = ("_fwd", "_bwd", "_bwd_wide")
 # An entry point starts at the first of these lines in column 0.
 _ENTRY = re.compile(r"^(?:template\b|__global__|extern\b|static\b|__device__|@|def |class )")
 
@@ -64,7 +64,7 @@ def find_stems(name: str) -> list[str]:
     found = [stem for stem in (name, *(name + suffix for suffix in _SUFFIXES)) if stem in stems]
     if not found:
         raise ValueError(f"there is no kernel {name!r}; there are {', '.join(stems)}")
-    return sorted(found, key=lambda stem: stem.endswith("_bwd"))
+    return sorted(found, key=lambda stem: "_bwd" in stem)
 
 
 def read_source(stem: str, language: str) -> str | None:
