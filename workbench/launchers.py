@@ -293,7 +293,8 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     )
     choices = FLASH_WGMMA_TILES[True, max(dims)]
     few_keys = 2048 if problem.has_range else 256
-    tile = choices[-1 if problem.seqlen_k <= few_keys else 0]
+    # tanh wants registers, which the scores of 128 keys leave to two consumers alone.
+    tile = choices[-1 if problem.seqlen_k <= few_keys or problem.softcap else 0]
     q_stages, stages = 2 if max(dims) <= 128 else 1, 4 if tile.threads == 640 else 2
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
