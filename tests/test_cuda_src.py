@@ -31,6 +31,22 @@ def test_compiles_within_limits(launch: Launch, arch: str) -> None:
     gate("cuda", launch, arch)
 
 
+STORING = ("attention_dq", "attention_flash_wgmma_bwd", "attention_flash_wgmma_bwd_wide")
+
+
+@needs("cuda")
+@pytest.mark.parametrize("stem", STORING)
+def test_sixteen_bytes_are_stored_at_once(stem: str) -> None:
+    """The compiler likes to make four stores of two 16-bit elements of them."""
+    launches = table.compile_units("sm_90")["attention_flash_wgmma"]
+    entries = {launch.entry for launch in launches if launch.entry.stem == stem}
+    assert entries
+    for entry in entries:
+        text, _ = compiler.build_ptx("cuda", entry, "sm_90")
+        assert "st.global.wb.v4.u32" in text, entry.describe()
+        assert not re.search(r"st\.global\.v2\.[bu]16", text), entry.describe()
+
+
 # ---------------------------------------------------------------------------------------- form
 
 
