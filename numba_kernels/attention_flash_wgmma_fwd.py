@@ -94,6 +94,31 @@ def attention_flash_wgmma_fwd(
     round_scores, send = round_fragments(T, P), send_rows(T, DIMS // 2)
     wait_for_reads = cp_async_bulk_wait_group_read(0)
 
+    # Functions of their own, and no closures, which would take the compiler twice as long.
+    @cuda.jit(device=True, forceinline=True)
+    def take_turn(consumer):
+        if TURNS:
+            bar_sync(1 + consumer, TURN)
+        else:
+            cuda.syncwarp()  # as turns do: all lanes have seen what they waited for
+
+    @cuda.jit(device=True, forceinline=True)
+    def pass_turn(consumer):
+        if TURNS:
+            for i in range(1, CONSUMERS):
+                bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
+
+    @cuda.jit(device=True, forceinline=True)
+    def free_slot(empty, slot):
+        if uint32(cuda.threadIdx.x) & 31 == 0:
+            mbarrier_arrive(uint32(empty + 8 * slot))
+
+    @cuda.jit(device=True, forceinline=True)
+    def start_rows(row_max, row_sum):
+        for half in range(2):
+            row_max[half] = -INF
+            row_sum[half] = 0
+
     @cuda.jit(launch_bounds=(THREADS, 1))
     def kernel(
         q_map,  # boxes of BLOCK_M rows
@@ -253,32 +278,12 @@ def attention_flash_wgmma_fwd(
                 for i in range(DIMS // 2):
                     acc[part, i] = 0
 
-        def take_turn():
-            if TURNS:
-                bar_sync(1 + consumer, TURN)
-            else:
-                cuda.syncwarp()  # as turns do: all lanes have seen what they waited for
-
-        def pass_turn():
-            if TURNS:
-                for i in range(1, CONSUMERS):
-                    bar_arrive(1 + rem(consumer + i, CONSUMERS), TURN)
-
-        def free_slot(empty, slot):
-            if lane_id == 0:
-                mbarrier_arrive(uint32(empty + 8 * slot))
-
         def start_scores(stage, tiles_loaded):
             q_tile = uint32(q_rows + rem(tiles_loaded, Q_STAGES) * Q_BYTES)
             multiply_qk(s, q_tile, uint32(k_smem + stage * K_BYTES))
 
         def start_output(stage):
             multiply_pv(acc, p, 0, uint32(v_smem + stage * V_BYTES))
-
-        def start_rows():
-            for half in range(2):
-                row_max[half] = -INF
-                row_sum[half] = 0
 
         def unmasked(t, k_start):
             q_first = int32(t.q_start + consumer * 64)
@@ -331,11 +336,11 @@ def attention_flash_wgmma_fwd(
             if FEATURES & KV_LENGTHS and new_tile:
                 mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
                 clear_past_length(before, v_stage)
-            take_turn()
+            take_turn(consumer)
             start_scores(stage, tiles_loaded)
             mbarrier_wait(uint32(v_full + 8 * v_stage), v_phase)
             start_output(v_stage)
-            pass_turn()
+            pass_turn(consumer)
             wait_for_scores()
             scores_are_there(stage, masked, t, k_start)
 
@@ -343,7 +348,7 @@ def attention_flash_wgmma_fwd(
             for half in range(2):
                 done_max[half], done_sum[half] = row_max[half], row_sum[half]
             if new_tile:
-                start_rows()
+                start_rows(row_max, row_sum)
             softmax(s, row_max, row_sum, rescale, to_log2)
 
             # 4d (consumers). acc += p v: it is there
@@ -362,12 +367,12 @@ def attention_flash_wgmma_fwd(
         def begin(t, k_start, loaded, tiles_loaded):
             stage = uint32(rem(loaded, STAGES))
             mbarrier_wait(uint32(k_full + 8 * stage), div(loaded, STAGES) & 1)
-            take_turn()
+            take_turn(consumer)
             start_scores(stage, tiles_loaded)
-            pass_turn()
+            pass_turn(consumer)
             wait_for_all()
             scores_are_there(stage, not unmasked(t, k_start), t, k_start)
-            start_rows()
+            start_rows(row_max, row_sum)
             softmax(s, row_max, row_sum, rescale, to_log2)
             round_scores(p, s)
 
@@ -384,8 +389,8 @@ def attention_flash_wgmma_fwd(
         def pass_over(loaded):
             stage, phase = uint32(rem(loaded, STAGES)), div(loaded, STAGES) & 1
             mbarrier_wait(uint32(k_full + 8 * stage), phase)
-            take_turn()
-            pass_turn()
+            take_turn(consumer)
+            pass_turn(consumer)
             free_slot(k_empty, stage)
             mbarrier_wait(uint32(v_full + 8 * stage), phase)
             cuda.syncwarp()  # all lanes have seen it full
@@ -433,7 +438,7 @@ def attention_flash_wgmma_fwd(
             finish(before, loaded)
         # What the producer has passed over: query tiles that see no key.
         if FEATURES & RANGE:
-            start_rows()
+            start_rows(row_max, row_sum)
             while tile < tiles:
                 t = query_tile(
                     BLOCK_M, BLOCK_N, FEATURES,
