@@ -15,10 +15,9 @@
 //                columns of dk, dv and dq each
 // Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
 //                p, and half of dq of one query tile
-// Registers:     half of dk and dv, one product of 64 x 64, two parts of dq, and p in 16 bits
+// Registers:     half of dk and dv, and by turns one product of 64 x 64, parts of dq, p in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd_wide.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
-#include "scores.cuh"
 #include "warpgroups.cuh"
 
 template <typename T,

@@ -141,7 +141,9 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
   uint32 out_warp = out_smem + warp_row * (DIMS * 2);
   float to_log2 = SCALED ? LOG2E : float(score.scale) * LOG2E;
   // Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
-  for (int other = 0; TURNS && other < consumer; ++other) bar_arrive(1 + other, 128 * CONSUMERS);
+  for (int other = 0; TURNS && other < CONSUMERS - 1; ++other) {
+    if (other < consumer) bar_arrive(1 + other, 128 * CONSUMERS);
+  }
 
   // What step 5 does with a tile, and zeros for the next one.
   auto store = [&](const QueryTile& t, float (&acc)[PARTS][DIMS / 2], const float (&row_max)[2],
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     }
   };
 
-  // 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+  // 4 (consumers). Walk over the key/value tiles: of one query tile of ours after the other
   // A step begins a key tile and ends the one before, which for the first key tile of a query tile
   // is the last one of the query tile before. Compiled once for each way in which it is called.
   auto step = [&](bool new_tile, bool masked) __attribute__((always_inline)) {

@@ -111,7 +111,7 @@ __device__ __forceinline__ Acc warp_sum(Acc x) {
 
 // Sixteen bytes of elements, moved by one instruction and converted on the way: x, usually in
 // registers, is an array of vec_length<T>() values of type T or acc_t<T>. The addresses of source
-// and target must be multiples of 16.
+// and target must be multiples of 16, and a target of 16-bit elements lies in global memory.
 template <typename T>
 __host__ __device__ constexpr int vec_length() {
   return 16 / sizeof(T);

@@ -15,7 +15,7 @@ Work split:    a block owns BLOCK_N keys of one key head, for all query heads th
                columns of dk, dv and dq each
 Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
                p, and half of dq of one query tile
-Registers:     half of dk and dv, one product of 64 x 64, two parts of dq, and p in 16 bits
+Registers:     half of dk and dv, and by turns one product of 64 x 64, parts of dq, p in 16 bits
 Twin:          cuda_src/attention_flash_wgmma_bwd_wide.cu
 Launched by:   workbench/launchers.py, attention_flash_wgmma
 """

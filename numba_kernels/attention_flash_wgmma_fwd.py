@@ -257,10 +257,10 @@ def attention_flash_wgmma_fwd(
         s = cuda.local.array(SCORES, float32)
         p = cuda.local.array(P, uint32)  # of the key tile before, until it is multiplied by its V
         # Barrier 1 + c is the turn of consumer c: all others arrive there, and it comes last.
-        other = int32(0)
-        while TURNS and other < consumer:
-            bar_arrive(1 + other, TURN)
-            other = int32(other + 1)
+        if TURNS:
+            for other in range(CONSUMERS - 1):
+                if other < consumer:
+                    bar_arrive(1 + other, TURN)
 
         # What step 5 does with a tile, and zeros for the next one.
         def store(t, row_max, row_sum):
@@ -322,7 +322,7 @@ def attention_flash_wgmma_fwd(
         before = t
         k_start = t.k_start
 
-        # 4 (consumers). Walk over the key/value tiles: of all our query tiles, without a break
+        # 4 (consumers). Walk over the key/value tiles: of one query tile of ours after the other
         # A step begins a key tile and ends the one before, which for the first key tile of a query
         # tile is the last one of the query tile before. Compiled once for each way in which it is
         # called.

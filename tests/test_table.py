@@ -106,7 +106,7 @@ def test_a_kernel_that_would_be_slower_steps_back_unless_it_is_named() -> None:
     small = replace(large, batch=1)
     assert table.select(small, "cuda", "sm_90").name == "attention_flash_mma"
     why = table.objections(small, "cuda", "sm_90")["attention_flash_wgmma"]
-    assert why == ["its 32 tiles of 128 queries would leave most multiprocessors without work"]
+    assert why == ["its 16 tiles of 256 queries would leave most multiprocessors without work"]
     named = table.select(small, "cuda", "sm_90", "attention_flash_wgmma")
     assert named.name == "attention_flash_wgmma"
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from workbench.compile import Entry, Signature
 from workbench.problem import DTYPES, Problem, VectorProblem
 
@@ -288,13 +290,10 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     dims = _padded(problem.head_dim), _padded(problem.head_dim_v)
     options = (
         features(problem)
-        | ANY_SCALE * (problem.scale <= 0 and not problem.softcap)
+        | ANY_SCALE * (not _positive(problem.scale) and not problem.softcap)
         | KV_LENGTHS * problem.has_kv_lengths
     )
-    choices = FLASH_WGMMA_TILES[True, max(dims)]
-    few_keys = 2048 if problem.has_range else 256
-    # tanh wants registers, which the scores of 128 keys leave to two consumers alone.
-    tile = choices[-1 if problem.seqlen_k <= few_keys or problem.softcap else 0]
+    tile = _flash_wgmma_fwd_tile(problem)
     q_stages, stages = 2 if max(dims) <= 128 else 1, 4 if tile.threads == 640 else 2
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -325,11 +324,23 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     return Work((launch,), (counter,) if problem.has_range else ())
 
 
+def _flash_wgmma_fwd_tile(problem: Problem) -> Tile:
+    choices = FLASH_WGMMA_TILES[True, _padded(max(problem.head_dim, problem.head_dim_v))]
+    few_keys = 2048 if problem.has_range else 256
+    # tanh wants registers, which the scores of 128 keys leave to two consumers alone.
+    return choices[-1 if problem.seqlen_k <= few_keys or problem.softcap else 0]
+
+
+def _positive(scale: float) -> bool:
+    """Whether a scale is above 0 as the float that a kernel makes of it."""
+    return bool(np.float32(scale) > 0)
+
+
 def _flash_wgmma_bwd(problem: Problem) -> Work:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
-    if problem.scale <= 0:
+    if not _positive(problem.scale):
         raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
@@ -388,12 +399,13 @@ def too_few_queries(problem: Problem) -> str | None:
 
     Its tiles are high and each takes a whole multiprocessor.
     """
-    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, 128)
     if problem.op == "attention_backward":
         return None
+    rows = _flash_wgmma_fwd_tile(problem).block_m
+    tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, rows)
     if problem.seqlen_q > 64 and tiles >= MULTIPROCESSORS // 2:
         return None
-    return f"its {tiles} tiles of 128 queries would leave most multiprocessors without work"
+    return f"its {tiles} tiles of {rows} queries would leave most multiprocessors without work"
 
 
 def _heads_each(problem: Problem) -> int:
@@ -683,8 +695,9 @@ FLASH_MMA_TILES = {
     (False, 192): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
     (False, 256): (Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 128)),
 }  # fmt: skip
-# (forward, larger padded head_dim) -> tiles, and others for few keys; a warpgroup of producers and
-# one of consumers for each 64 rows, or two that share 64 wide ones.
+# (forward, larger padded head_dim) -> tiles of queries and keys, and for the forward others for few
+# keys or a softcap; a warpgroup of producers and one of consumers for each 64 queries, in the
+# backward for each 64 keys, or two that share 64 wide ones.
 FLASH_WGMMA_TILES = {
     (True, 64): (Tile(192, 128, 512, RANGE), Tile(256, 64, 640, RANGE)),
     (True, 128): (Tile(128, 128, 384, RANGE),),

@@ -170,9 +170,9 @@ def objections(
         if kernel is not None and row.name != kernel:
             continue
         reasons[row.name] = row.why_not(problem, arch)
-        slower = row.slower(problem) if row.slower and not kernel else None
-        if slower and not reasons[row.name]:
-            reasons[row.name].append(slower)
+        if row.slower and not kernel and not reasons[row.name]:
+            slower = row.slower(problem)
+            reasons[row.name] += [slower] if slower else []
         if language not in row.languages:
             reasons[row.name].append(f"it is not written in {language}")
     return reasons
