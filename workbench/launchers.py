@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from workbench.compile import Entry, Signature
 from workbench.problem import DTYPES, Problem, VectorProblem
 
@@ -290,7 +288,7 @@ def _flash_wgmma_fwd(problem: Problem) -> Work:
     dims = _padded(problem.head_dim), _padded(problem.head_dim_v)
     options = (
         features(problem)
-        | ANY_SCALE * (not _positive(problem.scale) and not problem.softcap)
+        | ANY_SCALE * (problem.scale <= 0 and not problem.softcap)
         | KV_LENGTHS * problem.has_kv_lengths
     )
     tile = _flash_wgmma_fwd_tile(problem)
@@ -331,16 +329,11 @@ def _flash_wgmma_fwd_tile(problem: Problem) -> Tile:
     return choices[-1 if problem.seqlen_k <= few_keys or problem.softcap else 0]
 
 
-def _positive(scale: float) -> bool:
-    """Whether a scale is above 0 as the float that a kernel makes of it."""
-    return bool(np.float32(scale) > 0)
-
-
 def _flash_wgmma_bwd(problem: Problem) -> Work:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
-    if not _positive(problem.scale):
+    if problem.scale <= 0:
         raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
