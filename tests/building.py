@@ -40,22 +40,22 @@ languages = pytest.mark.parametrize(
 )
 
 
-def cuobjdump() -> str | None:
-    """The program that reads cubins, from a CUDA toolkit or from its wheel."""
+def cuda_program(name: str) -> str | None:
+    """Where a program of the CUDA toolkit is, from the toolkit itself or from its wheel."""
     wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    found = shutil.which("cuobjdump"), *map(str, sorted(wheels.glob("*/bin/cuobjdump")))
+    found = shutil.which(name), *map(str, sorted(wheels.glob(f"*/bin/{name}")))
     return next((path for path in found if path), None)
 
 
 def opcodes(binary: compiler.Binary, folder: Path) -> list[str]:
     """The instructions of a cubin, in order; skip the test where nothing can read it."""
-    program = cuobjdump()
-    if program is None:
-        pytest.skip("cuobjdump is not installed")
+    readers = (("cuobjdump", "-sass"), ("nvdisasm", "-c"))
+    command = next(([path, x] for name, x in readers if (path := cuda_program(name))), None)
+    if command is None:
+        pytest.skip("neither cuobjdump nor nvdisasm is installed")
     path = folder / "kernel.cubin"
     path.write_bytes(binary.code)
-    command = [program, "-sass", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
 
 

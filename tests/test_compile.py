@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from building import copy_sources, cuobjdump, languages, needs, redirect
+from building import copy_sources, cuda_program, languages, needs, redirect
 
 from workbench import cache, launchers
 from workbench import compile as compiler
@@ -543,7 +543,7 @@ def test_resources_of_a_kernel_that_has_them_all(
 
 
 def compare_with_cuobjdump(binary: compiler.Binary, folder: Path) -> None:
-    program = cuobjdump()
+    program = cuda_program("cuobjdump")
     if program is None:
         pytest.skip("cuobjdump is not installed")
     path = folder / "kernel.cubin"
