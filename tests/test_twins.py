@@ -70,7 +70,7 @@ MISSING: dict[str, set[str]] = {
 }
 
 # In how many places a kernel waits for products: after the first ones of a walk, after each one of
-# a step, which the forward has in three forms, and at the end. Compilers may make one of two places.
+# a step, which the forward has in three forms, and at the end. A compiler may unite two of them.
 WAITS = {
     "attention_flash_wgmma_fwd": 9,
     "attention_flash_wgmma_bwd": 10,
