@@ -70,7 +70,8 @@ MISSING: dict[str, set[str]] = {
 }
 
 # In how many places a kernel waits for products: after the first ones of a walk, after each one of
-# a step, which the forward has in three forms, and at the end. A compiler may unite two of them.
+# a step, which the forward has in three forms, and at the end. With one Q tile that has two forms
+# and one end. NVRTC makes one of the two ends that a forward with lengths has otherwise.
 WAITS = {
     "attention_flash_wgmma_fwd": 9,
     "attention_flash_wgmma_bwd": 10,
@@ -328,7 +329,11 @@ def test_products_of_warpgroups_run_in_the_background(
             binary = compiler.build(language, entry, "sm_90")
             found = opcodes(binary, tmp_path)
             waits.append(sum(op.startswith("WARPGROUP.DEPBAR") for op in found))
-            assert waits[-1] <= WAITS[entry.stem], f"{entry.describe()} in {language}: {waits[-1]}"
+            wanted = WAITS[entry.stem]
+            if entry.stem == "attention_flash_wgmma_fwd":
+                one_q = dict(entry.constants)["Q_STAGES"] == 1
+                wanted = 6 if one_q else wanted - (language == "cuda" and more > 0)
+            assert waits[-1] == wanted, f"{entry.describe()} in {language}: {waits[-1]}"
             products.append(sum(op.startswith("HGMMA") for op in found))
             arguments_at.append(binary.arguments_at)
         assert min(products) > 0, entry.describe()
