@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     register_fence(s);
     int q_start = q_tile * BLOCK_M, k_first = k_start + group * 64;
     if (tile_is_unmasked<FEATURES>(band, q_start, q_start + BLOCK_M, k_first, k_first + 64)) return;
-    hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
+    hide_transposed<FEATURES>(s, score, band, q_start + first_col, first_key_row);
   };
   // Of one part of the queries.
   auto probabilities = [&](uint32 step, int part) __attribute__((always_inline)) {

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
 
   // 4 (consumers). Walk over the query tiles
   float s[BLOCK_M / 2], dq[PARTS][32];  // s or dout v^T: keys down, queries across
-  uint32 p[BLOCK_M / 4];
+  uint32 p[BLOCK_M / 4], p_copy[BLOCK_M / 4];
   uint32 step = 0;  // that is being ended; the next one is being begun
   auto free_slot = [&](uint32 empty) {
     if (lane_id == 0) mbarrier_arrive(empty);
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     register_fence(s);
     int q_start = q_tile * BLOCK_M, q_end = q_start + BLOCK_M, k_end = k_start + BLOCK_N;
     bool hidden = !tile_is_unmasked<FEATURES>(band, q_start, q_end, k_start, k_end);
-    if (hidden) hide_scores<FEATURES>(s, score, band, q_start + first_col, first_key_row);
+    if (hidden) hide_transposed<FEATURES>(s, score, band, q_start + first_col, first_key_row);
     const float2* rows = row_stats(step);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
@@ -224,6 +224,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   };
   // 4c (consumers). dv += p^T dout
   auto start_dv = [&](uint32 step) {
+    register_copy(p_copy, p);
     uint32 dout_cols = dout_smem + wait_for_dout(step) + group * (QUERY_BYTES / 2);
     start_rn<T, BLOCK_M, COLS, 1>(dv_acc, p, dout_cols);
   };
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     free_slot(dout_empty + 8 * (step % DOUT_STAGES));
   };
   // 4d (consumers). ds = p * (dout v^T - delta)
-  // p is that in 16 bits, as for dv.
+  // p is that in 16 bits, as for dv: a copy, since p is being read.
   auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(s);
     wait_for_q(step);
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
       float2 delta = rows[i / 2 * 8 + 1];
-      ds[i] = cvt_rn_x2<T>(cvt_first<T>(p[i]) * (s[2 * i] - delta.x),
-                           cvt_second<T>(p[i]) * (s[2 * i + 1] - delta.y));
+      ds[i] = cvt_rn_x2<T>(cvt_first<T>(p_copy[i]) * (s[2 * i] - delta.x),
+                           cvt_second<T>(p_copy[i]) * (s[2 * i + 1] - delta.y));
     }
     store_fragments<BLOCK_N>(ds_smem + step % 2 * P_BYTES, warp * 16, ds);
     fence_proxy_async();

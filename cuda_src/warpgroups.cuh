@@ -226,11 +226,11 @@ __device__ __forceinline__ void load_registers(R (&x)[N], const char* from) {
 
 // Hides those of a thread's transposed scores that its queries, from `query` on, do not see.
 template <int FEATURES, int N>
-__device__ __forceinline__ void hide_scores(float (&s)[N],
-                                            const ScoreParams<float>& score,
-                                            const KeyRange& band,
-                                            int query,
-                                            int key) {
+__device__ __forceinline__ void hide_transposed(float (&s)[N],
+                                                const ScoreParams<float>& score,
+                                                const KeyRange& band,
+                                                int query,
+                                                int key) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     int row = query + i / 4 * 8 + i % 2, col = key + i % 4 / 2 * 8;

@@ -72,7 +72,7 @@ from .ptx_sm90 import (
 )
 from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
-    hide_scores,
+    hide_transposed,
     init_barriers,
     load_tile,
     round_fragments,
@@ -113,7 +113,7 @@ def attention_flash_wgmma_bwd(
     copy_p = register_copy(16)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
     round_gradients = round_fragments(T, P)
-    hide, store_dq = hide_scores(FEATURES, SCORES), store_registers(float32, 32)
+    hide, store_dq = hide_transposed(FEATURES, SCORES), store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, HEAD_DIM // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))

@@ -60,6 +60,7 @@ from .ptx_sm90 import (
     mbarrier_arrive_expect_tx,
     mbarrier_wait,
     opaque,
+    register_copy,
     register_fence,
     setmaxnreg_dec,
     setmaxnreg_inc,
@@ -67,7 +68,7 @@ from .ptx_sm90 import (
 )
 from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
-    hide_scores,
+    hide_transposed,
     init_barriers,
     load_registers,
     load_tile,
@@ -103,10 +104,10 @@ def attention_flash_wgmma_bwd_wide(
     multiply_nn, multiply_tn = start_nn(T, BLOCK_M, COLS), start_tn(T, BLOCK_N)
     wait_for_all, wait_but_for_one, wait_but_for_two = (wgmma_wait_group(n) for n in range(3))
     wait_for_sums, wait_for_reads = cp_async_bulk_wait_group(0), cp_async_bulk_wait_group_read(0)
-    fence_scores, fence_p = register_fence(SCORES), register_fence(P)
+    fence_scores, fence_p, copy_p = register_fence(SCORES), register_fence(P), register_copy(P)
     fence_acc, fence_part = register_fence(COLS // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
-    hide = hide_scores(FEATURES, SCORES)
+    hide = hide_transposed(FEATURES, SCORES)
     store_p, load_p = store_registers(uint32, P), load_registers(uint32, P)
     store_dq = store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, COLS // 2)
@@ -276,7 +277,7 @@ def attention_flash_wgmma_bwd_wide(
         # 4 (consumers). Walk over the query tiles
         s = cuda.local.array(SCORES, float32)  # s or dout v^T: keys down, queries across
         dq = cuda.local.array(DQ_PARTS, float32)
-        p = cuda.local.array(P, uint32)
+        p, p_copy = cuda.local.array(P, uint32), cuda.local.array(P, uint32)
         ds = cuda.local.array(P, uint32)
         step = uint32(0)  # that is being ended; the next one is being begun
 
@@ -325,6 +326,7 @@ def attention_flash_wgmma_bwd_wide(
 
         # 4c (consumers). dv += p^T dout
         def start_dv(step):
+            copy_p(p_copy, 0, p, 0)
             dout_cols = dout_smem + wait_for_dout(step) + group * (QUERY_BYTES // 2)
             multiply_rn(dv_acc, p, 0, uint32(dout_cols))
 
@@ -334,15 +336,15 @@ def attention_flash_wgmma_bwd_wide(
             free_slot(uint32(dout_empty + 8 * rem(step, DOUT_STAGES)))
 
         # 4d (consumers). ds = p * (dout v^T - delta)
-        # p is that in 16 bits, as for dv.
+        # p is that in 16 bits, as for dv: a copy, since p is being read.
         def score_gradients(step):
             fence_scores(s, 0)
             wait_for_q(step)
             rows = row_stats(step)
             for i in range(P):
                 ds[i] = pair(
-                    first(p[i]) * (s[2 * i] - rows[(i >> 1) * 16 + 2]),
-                    second(p[i]) * (s[2 * i + 1] - rows[(i >> 1) * 16 + 3]),
+                    first(p_copy[i]) * (s[2 * i] - rows[(i >> 1) * 16 + 2]),
+                    second(p_copy[i]) * (s[2 * i + 1] - rows[(i >> 1) * 16 + 3]),
                 )
             store_ds(uint32(ds_smem + rem(step, 2) * P_BYTES), warp * 16, ds)
             fence_proxy_async()

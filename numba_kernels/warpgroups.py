@@ -275,7 +275,7 @@ def load_registers(R, N):
 
 
 # Hides those of a thread's N transposed scores that its queries, from `query` on, do not see.
-def hide_scores(FEATURES, N):
+def hide_transposed(FEATURES, N):
     @cuda.jit(device=True, forceinline=True)
     def function(s, score, band, query, key):
         for n in range(N // 4):
