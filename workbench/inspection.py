@@ -90,7 +90,10 @@ def inspect(stem: str, workload: Workload) -> Inspection:
             continue
         records[language] = [record for record in everything if record.entry.stem == stem]
         if not records[language]:
-            raise ValueError(f"{launched_by(stem)} does without {stem} for these sizes")
+            raise ValueError(
+                f"{launched_by(stem)} does without {stem} for these sizes; cuda_src/README.md says "
+                "what it is there for"
+            )
     return Inspection(stem, workload, records, missing)
 
 
