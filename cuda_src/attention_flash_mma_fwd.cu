@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      row_max[m][half] = -INF;  // of score * log2(e)
-      row_sum[m][half] = 0;     // of this thread's keys alone, until the end
+      row_max[m][half] = -INF;
+      row_sum[m][half] = 0;  // of this thread's keys alone, until the end
     }
   }
   // s * to_log2 is the exponent of two. The largest s is to be the largest score, so a negative
@@ -158,15 +158,16 @@ __global__ void __launch_bounds__(THREADS, 1)
         for (int n = 0; n < KEYS; ++n) {
           tile_max = max(tile_max, max(s[m][n][2 * half], s[m][n][2 * half + 1]));
         }
-        float new_max = max(row_max[m][half], warp_max<4>(tile_max) * to_log2);
-        float subtrahend = finite_or_zero(new_max);
-        float rescale = ex2_approx(row_max[m][half] - subtrahend);
+        float new_max = max(row_max[m][half], warp_max<4>(tile_max));
+        float shift = finite_or_zero(new_max);
+        float factor = exponent_factor(shift, to_log2), subtrahend = shift * factor;
+        float rescale = ex2_approx((row_max[m][half] - shift) * to_log2);
         row_max[m][half] = new_max;
         row_sum[m][half] *= rescale;
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
-          float x = ex2_approx(s[m][n][2 * half] * to_log2 - subtrahend);
-          float y = ex2_approx(s[m][n][2 * half + 1] * to_log2 - subtrahend);
+          float x = ex2_approx(fmaf(s[m][n][2 * half], factor, -subtrahend));
+          float y = ex2_approx(fmaf(s[m][n][2 * half + 1], factor, -subtrahend));
           row_sum[m][half] += x + y;
           p[n / 2][m][n % 2 * 2 + half] = cvt_rn_x2<T>(x, y);
         }
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         acc[m][n][2 * half + 1] *= inverse;
       }
       if (row < seqlen_q && first_col == 0) {
-        lse[row_index + row] = (row_max[m][half] + lg2_approx(sum)) * LN2;
+        lse[row_index + row] = (row_max[m][half] * to_log2 + lg2_approx(sum)) * LN2;
       }
     }
   }

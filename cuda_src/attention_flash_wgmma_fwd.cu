@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       int row = t.q_start + first_row + 8 * half;
       if (row < seqlen_q && first_col == 0) {
         lse[(t.batch_index * heads_q + t.head) * seqlen_q + row] =
-            (row_max[half] + lg2_approx(sum)) * LN2;
+            (row_max[half] * to_log2 + lg2_approx(sum)) * LN2;
       }
     }
 #pragma unroll

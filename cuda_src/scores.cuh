@@ -195,3 +195,13 @@ template <typename Acc>
 __device__ __forceinline__ Acc finite_or_zero(Acc x) {
   return x == -INF ? Acc(0) : x;
 }
+
+// A score's exponent of two is score * factor - row_max * factor in one multiply-add: factor is
+// log2(e) times a scale. Of the two products only the second is rounded on its own, and of numbers
+// from 2^28 on by 16 and more: the largest exponent would not be 0, and p could overflow. There a
+// power of two is the factor, which rounds nothing. Scores of that size differ by 16 or not at all,
+// so that either factor leaves the smaller ones no weight.
+__device__ __forceinline__ float exponent_factor(float row_max, float to_log2) {
+  int power_of_two = (__float_as_int(to_log2) + 0x7fffff) & 0x7f800000;
+  return fabsf(row_max * to_log2) < 0x1p28f ? to_log2 : __int_as_float(power_of_two);
+}

@@ -144,15 +144,16 @@ __device__ __forceinline__ void running_softmax(float (&s)[N],
     float tile_max = -INF;
 #pragma unroll
     for (int i = 2 * half; i < N; i += 4) tile_max = max(tile_max, max(s[i], s[i + 1]));
-    float new_max = max(row_max[half], warp_max<4>(tile_max) * to_log2);
-    float subtrahend = finite_or_zero(new_max);
-    rescale[half] = ex2_approx(row_max[half] - subtrahend);
+    float new_max = max(row_max[half], warp_max<4>(tile_max));
+    float shift = finite_or_zero(new_max);
+    float factor = exponent_factor(shift, to_log2), subtrahend = shift * factor;
+    rescale[half] = ex2_approx((row_max[half] - shift) * to_log2);
     row_max[half] = new_max;
     float sum = 0;
 #pragma unroll
     for (int i = 2 * half; i < N; i += 4) {
-      s[i] = ex2_approx(s[i] * to_log2 - subtrahend);
-      s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend);
+      s[i] = ex2_approx(fmaf(s[i], factor, -subtrahend));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], factor, -subtrahend));
       sum += s[i] + s[i + 1];
       if (half == 0 && i == N / 4) pin(sum);  // here the wait for p v stands best
     }

@@ -64,6 +64,7 @@ from .scores import (
     SOFTCAP,
     biased_score,
     capped_score,
+    exponent_factor,
     finite_or_zero,
     first_key,
     key_range,
@@ -168,7 +169,7 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
         # 3. Start the running softmax
         for m in range(M):
             for half in range(2):
-                row_max[m, half] = -INF  # of score * log2(e)
+                row_max[m, half] = -INF
                 row_sum[m, half] = 0  # of this thread's keys alone, until the end
             for n in range(DIMS):
                 for i in range(4):
@@ -233,14 +234,16 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                     for n in range(KEYS):
                         pair_max = max(s[m, n, 2 * half], s[m, n, 2 * half + 1])
                         tile_max = max(tile_max, pair_max)
-                    new_max = max(row_max[m, half], warp_max(tile_max, 4) * to_log2)
-                    subtrahend = finite_or_zero(new_max)
-                    rescale = ex2_approx(row_max[m, half] - subtrahend)
+                    new_max = max(row_max[m, half], warp_max(tile_max, 4))
+                    shift = finite_or_zero(new_max)
+                    factor = exponent_factor(shift, to_log2)
+                    subtrahend = shift * factor
+                    rescale = ex2_approx((row_max[m, half] - shift) * to_log2)
                     row_max[m, half] = new_max
                     sum_of_tile = float32(0)
                     for n in range(KEYS):
-                        x = ex2_approx(s[m, n, 2 * half] * to_log2 - subtrahend)
-                        y = ex2_approx(s[m, n, 2 * half + 1] * to_log2 - subtrahend)
+                        x = ex2_approx(cuda.fma(s[m, n, 2 * half], factor, -subtrahend))
+                        y = ex2_approx(cuda.fma(s[m, n, 2 * half + 1], factor, -subtrahend))
                         sum_of_tile += x + y
                         p[n >> 1, m, (n & 1) * 2 + half] = pair(x, y)
                     row_sum[m, half] = row_sum[m, half] * rescale + sum_of_tile
@@ -274,7 +277,8 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                     acc[m, n, 2 * half] *= inverse
                     acc[m, n, 2 * half + 1] *= inverse
                 if row < seqlen_q and first_col == 0:
-                    lse[row_index + row] = (row_max[m, half] + lg2_approx(total)) * float32(LN2)
+                    log2_sum = row_max[m, half] * to_log2 + lg2_approx(total)
+                    lse[row_index + row] = log2_sum * float32(LN2)
         if SPLIT:
             for m in range(M):
                 for n in range(DIMS):

@@ -271,7 +271,7 @@ def attention_flash_wgmma_fwd(
                 row = int32(t.q_start + first_row + 8 * half)
                 if row < seqlen_q and first_col == 0:
                     at = (t.batch_index * heads_q + t.head) * seqlen_q + row
-                    lse[at] = (row_max[half] + lg2_approx(total)) * float32(LN2)
+                    lse[at] = (row_max[half] * to_log2 + lg2_approx(total)) * float32(LN2)
             row = int32(t.q_start + warp_row)
             for part in range(PARTS):
                 send(out_map, out_warp, acc, part, inverse, part * DIMS, row, t.head, t.batch_index)

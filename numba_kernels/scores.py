@@ -22,7 +22,7 @@ import math
 from collections import namedtuple
 
 from numba import cuda
-from numba.cuda import types
+from numba.cuda import libdevice, types
 
 from .common import INF, is_null, like
 
@@ -44,7 +44,7 @@ ScoreParams = namedtuple(  # scores.cuh explains the fields
 )
 KeyRange = namedtuple("KeyRange", "lo hi q_length kv_length")
 
-int32 = types.int32
+float32, int32 = types.float32, types.int32
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -187,3 +187,15 @@ def uncapped_gradient(FEATURES, score, ds, capped):
 @cuda.jit(device=True, forceinline=True)
 def finite_or_zero(x):
     return like(x, 0) if x == -INF else x
+
+
+# A score's exponent of two is score * factor - row_max * factor in one multiply-add: factor is
+# log2(e) times a scale. Of the two products only the second is rounded on its own, and of numbers
+# from 2^28 on by 16 and more: the largest exponent would not be 0, and p could overflow. There a
+# power of two is the factor, which rounds nothing. Scores of that size differ by 16 or not at all,
+# so that either factor leaves the smaller ones no weight.
+@cuda.jit(device=True, forceinline=True)
+def exponent_factor(row_max, to_log2):
+    power_of_two = int32((libdevice.float_as_int(to_log2) + int32(0x7FFFFF)) & int32(0x7F800000))
+    huge = math.fabs(row_max * to_log2) >= float32(2.0**28)
+    return libdevice.int_as_float(power_of_two) if huge else to_log2

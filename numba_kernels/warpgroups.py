@@ -36,7 +36,7 @@ from .ptx_sm90 import (
     wgmma_ss_trans,
     wgmma_ss_trans_b,
 )
-from .scores import finite_or_zero, sees
+from .scores import exponent_factor, finite_or_zero, sees
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -182,15 +182,17 @@ def running_softmax(N):
                 i = 4 * n + 2 * half
                 pair_max = max(s[i], s[i + 1])
                 tile_max = max(tile_max, pair_max)
-            new_max = max(row_max[half], warp_max(tile_max, 4) * to_log2)
-            subtrahend = finite_or_zero(new_max)
-            rescale[half] = ex2_approx(row_max[half] - subtrahend)
+            new_max = max(row_max[half], warp_max(tile_max, 4))
+            shift = finite_or_zero(new_max)
+            factor = exponent_factor(shift, to_log2)
+            subtrahend = shift * factor
+            rescale[half] = ex2_approx((row_max[half] - shift) * to_log2)
             row_max[half] = new_max
             total = float32(0)
             for n in range(N // 4):
                 i = 4 * n + 2 * half
-                s[i] = ex2_approx(s[i] * to_log2 - subtrahend)
-                s[i + 1] = ex2_approx(s[i + 1] * to_log2 - subtrahend)
+                s[i] = ex2_approx(cuda.fma(s[i], factor, -subtrahend))
+                s[i + 1] = ex2_approx(cuda.fma(s[i + 1], factor, -subtrahend))
                 total += s[i] + s[i + 1]
                 if half == 0 and i == N // 4:
                     pin(total)  # here the wait for p v stands best

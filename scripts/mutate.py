@@ -61,7 +61,7 @@ GOOD = (KILLED, RACE, TIMED_OUT)
 
 # The tests that run: on a GPU, or in the simulator.
 TESTS = {
-    "gpu": ("tests/test_kernels.py", "-m", "gpu"),
+    "gpu": ("tests/test_kernels.py", "tests/test_cases.py", "-m", "gpu"),
     "simulator": ("tests/test_simulator_kernels.py",),
 }
 

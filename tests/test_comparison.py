@@ -118,7 +118,11 @@ def test_every_kernel_is_compared_on_the_gpu(backward: bool) -> None:
     workload = replace(SMALL, backward=backward, causal=True)
     compared = comparison.compare(workload, comparison.targets("attention", ["cuda", "numba"]))
     assert compared.in_l2
+    takes = {kernel.name: kernel.dtypes for kernel in KERNELS}
     for row in compared.rows:
+        if workload.dtype not in takes[row.kernel]:
+            assert row.reason.startswith("it takes float16, bfloat16"), row
+            continue
         assert row.reason is None, row
         assert row.error < 1e-5, row
         assert row.share > 0, row

@@ -153,8 +153,9 @@ def user_module(stem: str, *expressions: str) -> Any:
     )
 
 
+# CuPy compiles for sm_90 and knows no sm_90a, of which Hopper's kernels are.
 @pytest.mark.gpu
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if "wgmma" not in stem])
 def test_compiles_from_a_users_script(stem: str) -> None:
     import cupy
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from building import needs
+from cases import run_case
 from oracle import Example, check, example, part_taken, random_example, run
 
 import workbench
@@ -203,6 +204,13 @@ def test_all_options_that_hopper_takes(
 ) -> None:
     monkeypatch.setattr(launchers, "MULTIPROCESSORS", 2)
     check_random(row, language, 16, **WALK | change)
+
+
+@targets([row for row in ATTENTION if "mma" in row.name])
+def test_e5_exponents_with_the_scale_in_them(row: Any, language: str) -> None:
+    """They are multiply-adds, in which a large score and the maximum are rounded differently."""
+    dtypes = row.dtypes
+    assert run_case("E5", dtype=dtypes[0], dtypes=dtypes, **how(row, language)) == 3
 
 
 @HOPPER
