@@ -160,14 +160,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         float new_max = max(row_max[m][half], warp_max<4>(tile_max));
         float shift = finite_or_zero(new_max);
-        float factor = exponent_factor(shift, to_log2), subtrahend = shift * factor;
+        Exponent of = exponent_of(shift, to_log2);
         float rescale = ex2_approx((row_max[m][half] - shift) * to_log2);
         row_max[m][half] = new_max;
         row_sum[m][half] *= rescale;
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) {
-          float x = ex2_approx(fmaf(s[m][n][2 * half], factor, -subtrahend));
-          float y = ex2_approx(fmaf(s[m][n][2 * half + 1], factor, -subtrahend));
+          float x = ex2_approx(fmaf(s[m][n][2 * half], of.factor, -of.subtrahend));
+          float y = ex2_approx(fmaf(s[m][n][2 * half + 1], of.factor, -of.subtrahend));
           row_sum[m][half] += x + y;
           p[n / 2][m][n % 2 * 2 + half] = cvt_rn_x2<T>(x, y);
         }

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     // 4c (consumers). Rescale what we have to the new maximum
     float done_max[2] = {row_max[0], row_max[1]}, done_sum[2] = {row_sum[0], row_sum[1]};
     if (new_tile) start_rows();
-    running_softmax(s, row_max, row_sum, rescale, to_log2);
+    running_softmax(s, row_max, row_sum, rescale, to_log2, masked);
 
     // 4d (consumers). acc += p v: it is there
     // Only now p may be written over, and V loaded over.
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
     wgmma_wait_group<0>();
     scores_are_there(stage, !unmasked());
     start_rows();
-    running_softmax(s, row_max, row_sum, rescale, to_log2);
+    running_softmax(s, row_max, row_sum, rescale, to_log2, true);
     round_fragments<T>(p, s);
     p_is_left = true;
   };

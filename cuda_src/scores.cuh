@@ -201,7 +201,13 @@ __device__ __forceinline__ Acc finite_or_zero(Acc x) {
 // from 2^28 on by 16 and more: the largest exponent would not be 0, and p could overflow. There a
 // power of two is the factor, which rounds nothing. Scores of that size differ by 16 or not at all,
 // so that either factor leaves the smaller ones no weight.
-__device__ __forceinline__ float exponent_factor(float row_max, float to_log2) {
-  int power_of_two = (__float_as_int(to_log2) + 0x7fffff) & 0x7f800000;
-  return fabsf(row_max * to_log2) < 0x1p28f ? to_log2 : __int_as_float(power_of_two);
+struct Exponent {
+  float factor, subtrahend;
+};
+
+__device__ __forceinline__ Exponent exponent_of(float row_max, float to_log2) {
+  float power_of_two = __int_as_float((__float_as_int(to_log2) + 0x7fffff) & 0x7f800000);
+  float scaled = row_max * to_log2, scaled_exactly = row_max * power_of_two;
+  bool huge = fabsf(scaled) >= 0x1p28f;
+  return {huge ? power_of_two : to_log2, huge ? scaled_exactly : scaled};
 }

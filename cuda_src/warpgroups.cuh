@@ -132,28 +132,29 @@ __device__ __forceinline__ void start_tn(float (&acc)[32], uint32 a, uint32 b) {
 }
 
 // s becomes p; rescale is what the sums so far have to be multiplied by.
-// All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
+// All to base 2, as in attention_flash_mma_fwd. Only a masked tile may have rows that see no key.
 template <int N>
 __device__ __forceinline__ void running_softmax(float (&s)[N],
                                                 float (&row_max)[2],
                                                 float (&row_sum)[2],
                                                 float (&rescale)[2],
-                                                float to_log2) {
+                                                float to_log2,
+                                                bool masked) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float tile_max = -INF;
 #pragma unroll
     for (int i = 2 * half; i < N; i += 4) tile_max = max(tile_max, max(s[i], s[i + 1]));
     float new_max = max(row_max[half], warp_max<4>(tile_max));
-    float shift = finite_or_zero(new_max);
-    float factor = exponent_factor(shift, to_log2), subtrahend = shift * factor;
+    float shift = masked ? finite_or_zero(new_max) : new_max;
+    Exponent of = exponent_of(shift, to_log2);
     rescale[half] = ex2_approx((row_max[half] - shift) * to_log2);
     row_max[half] = new_max;
     float sum = 0;
 #pragma unroll
     for (int i = 2 * half; i < N; i += 4) {
-      s[i] = ex2_approx(fmaf(s[i], factor, -subtrahend));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], factor, -subtrahend));
+      s[i] = ex2_approx(fmaf(s[i], of.factor, -of.subtrahend));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], of.factor, -of.subtrahend));
       sum += s[i] + s[i + 1];
       if (half == 0 && i == N / 4) pin(sum);  // here the wait for p v stands best
     }

@@ -64,7 +64,7 @@ from .scores import (
     SOFTCAP,
     biased_score,
     capped_score,
-    exponent_factor,
+    exponent_of,
     finite_or_zero,
     first_key,
     key_range,
@@ -236,14 +236,13 @@ def attention_flash_mma_fwd(T, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, FEATURES,
                         tile_max = max(tile_max, pair_max)
                     new_max = max(row_max[m, half], warp_max(tile_max, 4))
                     shift = finite_or_zero(new_max)
-                    factor = exponent_factor(shift, to_log2)
-                    subtrahend = shift * factor
+                    of = exponent_of(shift, to_log2)
                     rescale = ex2_approx((row_max[m, half] - shift) * to_log2)
                     row_max[m, half] = new_max
                     sum_of_tile = float32(0)
                     for n in range(KEYS):
-                        x = ex2_approx(cuda.fma(s[m, n, 2 * half], factor, -subtrahend))
-                        y = ex2_approx(cuda.fma(s[m, n, 2 * half + 1], factor, -subtrahend))
+                        x = ex2_approx(cuda.fma(s[m, n, 2 * half], of.factor, -of.subtrahend))
+                        y = ex2_approx(cuda.fma(s[m, n, 2 * half + 1], of.factor, -of.subtrahend))
                         sum_of_tile += x + y
                         p[n >> 1, m, (n & 1) * 2 + half] = pair(x, y)
                     row_sum[m, half] = row_sum[m, half] * rescale + sum_of_tile

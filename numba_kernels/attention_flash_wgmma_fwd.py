@@ -349,7 +349,7 @@ def attention_flash_wgmma_fwd(
                 done_max[half], done_sum[half] = row_max[half], row_sum[half]
             if new_tile:
                 start_rows(row_max, row_sum)
-            softmax(s, row_max, row_sum, rescale, to_log2)
+            softmax(s, row_max, row_sum, rescale, to_log2, masked)
 
             # 4d (consumers). acc += p v: it is there
             # Only now p may be written over, and V loaded over.
@@ -373,7 +373,7 @@ def attention_flash_wgmma_fwd(
             wait_for_all()
             scores_are_there(stage, not unmasked(t, k_start), t, k_start)
             start_rows(row_max, row_sum)
-            softmax(s, row_max, row_sum, rescale, to_log2)
+            softmax(s, row_max, row_sum, rescale, to_log2, True)
             round_scores(p, s)
 
         def finish(before, loaded):

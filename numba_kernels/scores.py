@@ -43,6 +43,7 @@ ScoreParams = namedtuple(  # scores.cuh explains the fields
     "mask mask_strides bias bias_strides",
 )
 KeyRange = namedtuple("KeyRange", "lo hi q_length kv_length")
+Exponent = namedtuple("Exponent", "factor subtrahend")
 
 float32, int32 = types.float32, types.int32
 
@@ -195,7 +196,9 @@ def finite_or_zero(x):
 # power of two is the factor, which rounds nothing. Scores of that size differ by 16 or not at all,
 # so that either factor leaves the smaller ones no weight.
 @cuda.jit(device=True, forceinline=True)
-def exponent_factor(row_max, to_log2):
-    power_of_two = int32((libdevice.float_as_int(to_log2) + int32(0x7FFFFF)) & int32(0x7F800000))
-    huge = math.fabs(row_max * to_log2) >= float32(2.0**28)
-    return libdevice.int_as_float(power_of_two) if huge else to_log2
+def exponent_of(row_max, to_log2):
+    bits = int32((libdevice.float_as_int(to_log2) + int32(0x7FFFFF)) & int32(0x7F800000))
+    power_of_two = libdevice.int_as_float(bits)
+    scaled, scaled_exactly = row_max * to_log2, row_max * power_of_two
+    huge = math.fabs(scaled) >= float32(2.0**28)
+    return Exponent(power_of_two if huge else to_log2, scaled_exactly if huge else scaled)

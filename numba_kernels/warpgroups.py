@@ -36,7 +36,7 @@ from .ptx_sm90 import (
     wgmma_ss_trans,
     wgmma_ss_trans_b,
 )
-from .scores import exponent_factor, finite_or_zero, sees
+from .scores import exponent_of, finite_or_zero, sees
 
 float32, int32, uint32 = types.float32, types.int32, types.uint32
 
@@ -172,10 +172,10 @@ def start_tn(T, DEPTH):
 
 
 # s becomes p; rescale is what the sums so far have to be multiplied by.
-# All to base 2, as in attention_flash_mma_fwd: row_max is that of the scores times log2(e).
+# All to base 2, as in attention_flash_mma_fwd. Only a masked tile may have rows that see no key.
 def running_softmax(N):
     @cuda.jit(device=True, forceinline=True)
-    def function(s, row_max, row_sum, rescale, to_log2):
+    def function(s, row_max, row_sum, rescale, to_log2, masked):
         for half in range(2):
             tile_max = float32(-INF)
             for n in range(N // 4):
@@ -183,16 +183,15 @@ def running_softmax(N):
                 pair_max = max(s[i], s[i + 1])
                 tile_max = max(tile_max, pair_max)
             new_max = max(row_max[half], warp_max(tile_max, 4))
-            shift = finite_or_zero(new_max)
-            factor = exponent_factor(shift, to_log2)
-            subtrahend = shift * factor
+            shift = finite_or_zero(new_max) if masked else new_max
+            of = exponent_of(shift, to_log2)
             rescale[half] = ex2_approx((row_max[half] - shift) * to_log2)
             row_max[half] = new_max
             total = float32(0)
             for n in range(N // 4):
                 i = 4 * n + 2 * half
-                s[i] = ex2_approx(cuda.fma(s[i], factor, -subtrahend))
-                s[i + 1] = ex2_approx(cuda.fma(s[i + 1], factor, -subtrahend))
+                s[i] = ex2_approx(cuda.fma(s[i], of.factor, -of.subtrahend))
+                s[i + 1] = ex2_approx(cuda.fma(s[i + 1], of.factor, -of.subtrahend))
                 total += s[i] + s[i + 1]
                 if half == 0 and i == N // 4:
                     pin(total)  # here the wait for p v stands best

@@ -632,11 +632,12 @@ def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiler, "_launch_kernel_ex", lambda: driver)
     packet = (ctypes.c_uint64 * 8).from_buffer_copy(compiler.packet(bytes(16)))
     kernel = compiler.Loaded(1234, None, None, 0)
-    compiler.launch(kernel, 5, 128, 1000, 77, packet, dependent=True)
+    start = compiler.prepare(kernel, 5, 128, 1000, 77, packet, dependent=True)
+    assert not told
+    assert not start()
     ((config, attribute, function, parameters),) = told
     assert config == (5, 1, 1, 128, 1, 1, 1000, 77, 1)
     # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
     assert attribute == struct.pack("<IIQ56x", 6, 0, 1)
     assert (function, parameters) == (1234, None)
-    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx fails \(CUresult 1\)"):
-        compiler.launch(kernel, 5, 128, 1000, 77, packet, dependent=True)
+    assert start() == 1

@@ -140,7 +140,7 @@ def test_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(compiler, "launch", fail)
+    monkeypatch.setattr(compiler, "prepare", fail)
     explain(*inputs(), arch="sm_90")
 
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -665,7 +665,7 @@ _PARAM_END, _PARAM_BUFFER_POINTER, _PARAM_BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PAR
 
 
 def packet(arguments: bytes) -> bytes:
-    """A launch packet around packed arguments; its own addresses are put in by `launch`."""
+    """A launch packet around packed arguments; its own addresses are put in by `prepare`."""
     header = (_PARAM_BUFFER_POINTER, 0, _PARAM_BUFFER_SIZE, 0, _PARAM_END, len(arguments))
     return struct.pack(f"<{PACKET_HEADER}Q", *header) + arguments
 
@@ -677,7 +677,7 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig, flat: it is made anew for every launch."""
+    """CUlaunchConfig, flat."""
 
     _fields_ = (
         *((f"{what}_{axis}", ctypes.c_uint32) for what in ("grid", "block") for axis in "xyz"),
@@ -697,7 +697,7 @@ def _launch_kernel_ex() -> Any:
     return ctypes.CDLL(DRIVER).cuLaunchKernelEx
 
 
-def launch(
+def prepare(
     kernel: Loaded,
     grid: int,
     block: int,
@@ -705,27 +705,29 @@ def launch(
     stream: int,
     words: Any,
     dependent: bool = False,
-) -> None:
-    """Start a kernel on a stream.
+) -> Callable[[], int | None]:
+    """A kernel's launch on a stream, ready to be carried out as often as one likes.
 
     Parameters
     ----------
     words : ctypes array of c_uint64
-        A copy of a `packet` with the arrays' addresses in it. The driver has read it when this
-        returns.
+        A copy of a `packet` with the arrays' addresses in it, which has to live as long as what is
+        returned.
     dependent : bool
         Let it start before the launch in front of it has ended: the kernel waits for that itself.
         CUDA Programming Guide, "Programmatic Dependent Launch"; from sm_90 on.
+
+    Returns
+    -------
+    callable
+        Starts the kernel; threads may share it. It returns 0 or None, or the driver's error.
     """
     base = ctypes.addressof(words)
     words[1] = base + 8 * PACKET_HEADER
     words[3] = base + 8 * _SIZE_WORD
+    shape = (grid, 1, 1, block, 1, 1, shared_memory)
     if not dependent:
-        kernel.start(kernel.function, grid, 1, 1, block, 1, 1, shared_memory, stream, 0, base)
-        return
-    config = _LaunchConfig(grid, 1, 1, block, 1, 1, shared_memory, stream, _ATTRIBUTES, 1)
-    status = _launch_kernel_ex()(
-        ctypes.byref(config), ctypes.c_void_p(kernel.function), None, ctypes.c_void_p(base)
-    )
-    if status:
-        raise RuntimeError(f"cuLaunchKernelEx fails (CUresult {status})")
+        return functools.partial(kernel.start, kernel.function, *shape, stream, 0, base)
+    config = ctypes.byref(_LaunchConfig(*shape, stream, _ATTRIBUTES, 1))
+    function, extra = ctypes.c_void_p(kernel.function), ctypes.c_void_p(base)
+    return functools.partial(_launch_kernel_ex(), config, function, None, extra)

@@ -40,15 +40,14 @@ class _Repeat:
     ndarray: Any  # cupy.ndarray: allocates without initialising
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, the caller's shape, dtype
 
-    def __call__(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    def __call__(self, pointers: dict[str, int]) -> tuple[Any, ...]:
         plan = self.plan
         if plan.is_current() and not plan.is_captured():
-            return self._run(named, captured=False)
+            return self._run(pointers, captured=False)
         with plan.on_device() as captured:
-            return self._run(named, captured)
+            return self._run(pointers, captured)
 
-    def _run(self, named: Mapping[str, Any], captured: bool) -> tuple[Any, ...]:
-        pointers = {name: x.data.ptr for name, x in named.items() if x is not None}
+    def _run(self, pointers: dict[str, int], captured: bool) -> tuple[Any, ...]:
         results = []
         for name, shape, dtype in self.outputs:
             result = self.ndarray(shape, dtype)
@@ -62,28 +61,30 @@ _repeats: dict[Any, _Repeat] = {}
 _plans: dict[Any, Plan] = {}
 
 
-def _key(op: str, named: Mapping[str, Any], options: Mapping[str, Any], kernel: Any) -> Any:
-    """What decides about a call on CuPy arrays, or None if it is no such call."""
+def _key(
+    op: str, named: Mapping[str, Any], options: Mapping[str, Any], kernel: Any
+) -> tuple[Any, dict[str, int]]:
+    """What decides about a call on CuPy arrays, or None if it is no such call; their addresses."""
+    pointers: dict[str, int] = {}
     cupy = sys.modules.get("cupy")
     if cupy is None:
-        return None
+        return None, pointers
+    ndarray = cupy.ndarray
     parts: list[Any] = [op, kernel]
-    for x in named.values():
+    for name, x in named.items():
         if x is None:
             parts.append(None)
-        elif type(x) is cupy.ndarray:
+        elif type(x) is ndarray:
             data = x.data
-            parts.append((x.shape, x.strides, x.dtype, data.ptr % MAX_ALIGNMENT, data.device_id))
+            pointers[name] = pointer = data.ptr
+            parts += (x.shape, x.strides, x.dtype, pointer % MAX_ALIGNMENT, data.device_id)
         else:
-            return None
+            return None, pointers
     # True == 1 == 1.0, yet only one of them may be right: the type belongs to the key.
-    parts += [(type(x), repr(x) if isinstance(x, (tuple, list)) else x) for x in options.values()]
-    key = tuple(parts)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    values = options.values()
+    parts += map(type, values)
+    parts += [repr(x) if isinstance(x, (tuple, list)) else x for x in values]
+    return tuple(parts), pointers
 
 
 def run(
@@ -94,11 +95,14 @@ def run(
     out: Any = None,
 ) -> tuple[Any, ...]:
     """Carry out one call of `attention`, `attention_backward` or `vector_add`."""
-    key = None if out is not None else _key(op, named, options, kernel)
+    key, pointers = (None, {}) if out is not None else _key(op, named, options, kernel)
     if key is not None:
-        repeat = _repeats.get(key)
+        try:
+            repeat = _repeats.get(key)
+        except TypeError:  # something in it has no hash
+            key = repeat = None
         if repeat is not None:
-            return repeat(named)
+            return repeat(pointers)
     arrays = checks.as_arrays(named)
     with device_of(arrays.values()):
         return _run(op, arrays, options, kernel, out, key)

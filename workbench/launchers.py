@@ -362,7 +362,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     tiles = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     if tiles >= 2**31:
         raise NotWrittenError(f"it counts query tiles to 2**31 - 1, not to {tiles}")
-    at_a_time = _heads_at_a_time(problem, problem.heads_kv)
+    tiles_each = cdiv(problem.seqlen_k, tile.block_n)
+    at_a_time = _heads_at_a_time(problem, problem.heads_kv, tiles_each)
     rows = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("HEAD_DIM", dim), ("ADDERS", adders),
     )  # fmt: skip
@@ -372,8 +373,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         (
             Launch(stats, cdiv(tiles * tile.block_m * dim // 8, 256), 256),
             Launch(
-                entry, heads_total * cdiv(problem.seqlen_k, tile.block_n), tile.threads,
-                shared_memory, at_a_time,
+                entry, heads_total * tiles_each, tile.threads, shared_memory, at_a_time,
                 tuple(TensorMap(f"{name}_map", name, rows) for name, rows in maps),
                 dependent=True,
             ),
@@ -406,18 +406,19 @@ def _heads_each(problem: Problem) -> int:
     return max(1, problem.heads_q // max(1, problem.heads_kv))
 
 
-def _heads_at_a_time(problem: Problem, heads: int) -> tuple[tuple[str, int]]:
+def _heads_at_a_time(problem: Problem, heads: int, blocks: int = 1) -> tuple[tuple[str, int]]:
     """How many of `heads` a batch blocks should go through at a time (common.cuh, head_tile).
 
-    Few, so that what several blocks read, and in the backward add to, stays in the L2 cache: with
-    128 heads of 512 rows at a time a Hopper backward takes a quarter longer. But with tiles of all
-    lengths the long ones should come first, and blocks that add in turn wait for others of their
-    head.
+    Few, so that what several blocks read, and in the backward add to, stays in the L2 cache: there,
+    with `blocks` a head, no more heads than all multiprocessors work on at once. But with tiles of
+    all lengths the long ones should come first, and blocks that add in turn wait for others of
+    their head.
     """
+    at_once = cdiv(MULTIPROCESSORS, max(1, blocks))
     if problem.op == "attention":
         most = 32 if problem.has_range else 16
     else:
-        most = 16 if problem.deterministic else 8
+        most = min(16, 4 * at_once) if problem.deterministic else min(8, at_once)
     return (("heads_at_a_time", max(1, min(problem.batch * heads, most))),)
 
 
@@ -506,8 +507,9 @@ def _flash_mma_fwd(problem: Problem, arch: str) -> Work:
     rows, heads, values = _rows_of_a_head(problem)
     heads_total = problem.batch * heads
     if rows <= FEW_QUERIES[0].block_m:
-        long = heads_total * (problem.seqlen_k // FEW_QUERIES[0].block_n) >= SPLIT_BLOCKS // 2
-        tile = FEW_QUERIES[0] if long else FEW_QUERIES[1]
+        key_tiles = heads_total * (problem.seqlen_k // FEW_QUERIES[0].block_n)
+        large = key_tiles >= SPLIT_BLOCKS // 2 and heads_total <= LARGE_AT_ONCE
+        tile = FEW_QUERIES[0] if large else FEW_QUERIES[1]
         wanted, shortest = SPLIT_BLOCKS, tile.block_n
     else:
         tiles = FLASH_MMA_TILES[True, max(dims)]
@@ -598,16 +600,19 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
         ("DETERMINISTIC", int(problem.deterministic)), ("THREADS", tile.threads),
     )  # fmt: skip
     entry = Entry("attention_flash_mma_bwd", "attention_flash_mma_bwd", constants, FLASH_MMA_BWD)
-    grid = heads_total * cdiv(problem.seqlen_k, tile.block_n)
+    tiles_each = cdiv(problem.seqlen_k, tile.block_n)
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     delta, delta_space = _delta(problem)
-    at_a_time = _heads_at_a_time(problem, problem.heads_kv)
+    at_a_time = _heads_at_a_time(problem, problem.heads_kv, tiles_each)
     if problem.deterministic:  # all: who waits for a turn here holds up the block's products
         at_a_time = (("heads_at_a_time", max(1, heads_total)),)
     return Work(
         (
             delta,
-            Launch(entry, grid, tile.threads, shared_memory(tile), at_a_time, dependent=True),
+            Launch(
+                entry, heads_total * tiles_each, tile.threads, shared_memory(tile), at_a_time,
+                dependent=True,
+            ),
             _round_dq(problem, queries, tile.block_m, dims[0]),
             *_dbias(problem),
         ),
@@ -616,7 +621,7 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
             Workspace("dq_acc", (queries, tile.block_m, dims[0]), problem.acc_dtype, zeroed=True),
             *_turns(problem, queries),
         ),
-    )
+    )  # fmt: skip
 
 
 def _turns(problem: Problem, counters: int, *, zeroed: bool = True) -> tuple[Workspace, ...]:
@@ -703,9 +708,11 @@ MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
 SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
 # Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under
-# way; for long sequences and for short ones. Keys are split until there are as many blocks as keep
-# a large GPU busy; with more queries, while each block has as many keys as are worth a merge.
+# way; for long sequences, while they all run at once, and else. Keys are split until there are as
+# many blocks as keep a large GPU busy; with more queries, while each block has as many keys as are
+# worth a merge.
 FEW_QUERIES = (Tile(16, 64, 32), Tile(16, 32, 32))
+LARGE_AT_ONCE = 6 * MULTIPROCESSORS  # blocks of the first of them, with 36 KB of shared memory each
 SPLIT_BLOCKS = 512
 SPLIT_KEYS = 512
 

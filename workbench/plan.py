@@ -1,13 +1,13 @@
 """A problem's launches bound to one GPU: loaded, packed, and ready but for the addresses.
 
-This is what a repeated call runs, so it does as little as it can: the allocations, the addresses
-into a copy of each argument buffer, and the launches.
+This is what a repeated call runs, so it does as little as it can: the allocations and the launches,
+which are kept ready for the addresses that came before.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from workbench.launchers import (
 from workbench.tensormaps import encode_tiled
 
 _WORKSPACE_ALIGNMENT = 256  # bytes, as of any allocation
-_MOST_TENSOR_MAPS = 1024  # of a plan, for as many arrays as a program is likely to go round in
+_MOST = 1024  # addresses of a plan, as many as a program is likely to go round in
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Plan:
         values = argument_values(problem)
         self._problem = problem
         self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
+        self._ready: dict[Any, list[tuple[Callable[[], int | None], Any]]] = {}
         with cupy.cuda.Device(device):
             launches = [launch for launch in work.launches if launch.grid]
             # The first one never overlaps: in front of it is what others have launched.
@@ -103,38 +104,57 @@ class Plan:
         Parameters
         ----------
         pointers : dict
-            Address of each array by its parameter name; what is missing is null. The workspaces
-            are added.
+            Address of each array by its parameter name; what is missing is null.
         captured : bool
             Whether the stream is being captured.
         """
         stream = self._current_stream()
+        workspace = 0
         if self._workspace_bytes:
             memory = self._allocate()
+            workspace = memory.ptr
             for space, offset in self._offsets:
-                pointers[space.name] = memory.ptr + offset
                 if space.zeroed:
                     (memory + offset).memset_async(0, space.nbytes, stream)
             if captured:
                 _captured_workspaces.append(memory)
+        key = (stream.ptr, workspace, tuple(pointers), tuple(pointers.values()))
+        launches = self._ready.get(key)
+        if launches is None:
+            launches = self._prepare(stream.ptr, workspace, pointers)
+            if len(self._ready) >= _MOST:
+                self._ready.clear()
+            self._ready[key] = launches
+        for start, _ in launches:
+            if status := start():
+                raise RuntimeError(f"{self.name}: the launch fails (CUresult {status})")
+
+    def _prepare(
+        self, stream: int, workspace: int, pointers: dict[str, int]
+    ) -> list[tuple[Callable[[], int | None], Any]]:
+        """The launches on a stream and on these addresses, with the words that they read."""
+        addresses = pointers | {space.name: workspace + at for space, at in self._offsets}
+        launches = []
         for bound in self._bound:
             words = bound.words.from_buffer_copy(bound.packet)
             for index, name in bound.slots:
-                words[index] = pointers.get(name, 0)
+                words[index] = addresses.get(name, 0)
             for index, chosen in bound.maps:
-                encoded = self._tensor_map(chosen, pointers[chosen.array])
+                encoded = self._tensor_map(chosen, addresses[chosen.array])
                 ctypes.memmove(ctypes.addressof(words) + 8 * index, encoded, len(encoded))
             launch = bound.launch
-            compiler.launch(
-                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream.ptr, words,
+            start = compiler.prepare(
+                bound.kernel, launch.grid, launch.block, launch.shared_memory, stream, words,
                 bound.dependent,
             )  # fmt: skip
+            launches.append((start, words))
+        return launches
 
     def _tensor_map(self, chosen: TensorMap, address: int) -> bytes:
         """A map of an array of this kind of problem; all that differs is where it begins."""
         encoded = self._tensor_maps.get((chosen, address))
         if encoded is None:
-            if len(self._tensor_maps) >= _MOST_TENSOR_MAPS:
+            if len(self._tensor_maps) >= _MOST:
                 self._tensor_maps.clear()
             encoded = encode_tiled(**tensor_map(self._problem, chosen, address))
             self._tensor_maps[chosen, address] = encoded
