@@ -631,7 +631,7 @@ def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(compiler, "_launch_kernel_ex", lambda: driver)
     packet = (ctypes.c_uint64 * 8).from_buffer_copy(compiler.packet(bytes(16)))
-    kernel = compiler.Loaded(1234, None, None, 0)
+    kernel = compiler.Loaded(1234, None, 0)
     start = compiler.prepare(kernel, 5, 128, 1000, 77, packet, dependent=True)
     assert not told
     assert not start()

@@ -447,6 +447,27 @@ def test_a_captured_call_is_replayed_with_new_data(backend: str) -> None:
 
 @pytest.mark.gpu
 @languages
+def test_a_captured_call_keeps_what_its_caller_does_not_get(backend: str) -> None:
+    """The lse, of a first call and of a repeated one: the graph goes on writing there."""
+    import cupy
+
+    q, k, v = to_gpu(*inputs())
+    attention(q, k, v, return_lse=True, backend=backend)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for _ in range(2):
+        with stream:
+            stream.begin_capture()
+            out = attention(q, k, v, backend=backend)
+            graph = stream.end_capture()
+            litter = [cupy.full((B, HQ, NQ), np.nan, np.float32) for _ in range(20)]
+            graph.launch(stream)
+            stream.synchronize()
+        close(out, answer(q, k, v)[0])
+        assert all(cupy.isnan(x).all() for x in litter)
+
+
+@pytest.mark.gpu
+@languages
 def test_vector_add_is_captured_too(backend: str) -> None:
     import cupy
 

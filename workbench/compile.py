@@ -633,11 +633,10 @@ def device_arch(device: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A kernel on a GPU; `module` keeps it there, and `start` is CuPy's cuLaunchKernel."""
+    """A kernel on a GPU; `module` keeps it there."""
 
     function: int
     module: Any
-    start: Any
     arguments_at: int
 
 
@@ -654,10 +653,10 @@ def load(language: str, entry: Entry, device: int, shared_memory: int) -> Loaded
         driver = cupy.cuda.driver
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, shared_memory)
-    return Loaded(function.ptr, module, cupy.cuda.driver.launchKernel, binary.arguments_at)
+    return Loaded(function.ptr, module, binary.arguments_at)
 
 
-# A launch's packet is the list that cuLaunchKernel takes as `extra`, the size of the arguments, and
+# A launch's packet is the list that cuLaunchKernelEx takes as `extra`, the size of the arguments, and
 # the arguments, in one piece of memory: a copy of it, some addresses, and it is ready.
 PACKET_HEADER = 6  # words before the first argument
 _SIZE_WORD = 5
@@ -705,7 +704,7 @@ def prepare(
     stream: int,
     words: Any,
     dependent: bool = False,
-) -> Callable[[], int | None]:
+) -> Callable[[], int]:
     """A kernel's launch on a stream, ready to be carried out as often as one likes.
 
     Parameters
@@ -720,14 +719,13 @@ def prepare(
     Returns
     -------
     callable
-        Starts the kernel; threads may share it. It returns 0 or None, or the driver's error.
+        Starts the kernel; threads may share it. It returns the driver's CUresult, which may be that
+        of an earlier launch.
     """
     base = ctypes.addressof(words)
     words[1] = base + 8 * PACKET_HEADER
     words[3] = base + 8 * _SIZE_WORD
     shape = (grid, 1, 1, block, 1, 1, shared_memory)
-    if not dependent:
-        return functools.partial(kernel.start, kernel.function, *shape, stream, 0, base)
-    config = ctypes.byref(_LaunchConfig(*shape, stream, _ATTRIBUTES, 1))
+    config = ctypes.byref(_LaunchConfig(*shape, stream, _ATTRIBUTES, int(dependent)))
     function, extra = ctypes.c_void_p(kernel.function), ctypes.c_void_p(base)
     return functools.partial(_launch_kernel_ex(), config, function, None, extra)

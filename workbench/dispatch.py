@@ -20,7 +20,7 @@ from workbench import checks, probabilities, table
 from workbench import compile as compiler
 from workbench.arrays import device_of
 from workbench.checks import Prepared
-from workbench.plan import Plan
+from workbench.plan import Plan, keep
 from workbench.problem import (
     HOST_BACKENDS,
     KERNEL_BACKENDS,
@@ -38,7 +38,9 @@ class _Repeat:
 
     plan: Plan
     ndarray: Any  # cupy.ndarray: allocates without initialising
+    allocate: Any  # cupy.cuda.alloc
     outputs: tuple[tuple[str, tuple[int, ...], Any], ...]  # name, the caller's shape, dtype
+    unasked: tuple[tuple[str, int], ...]  # name and bytes of what the caller does not get
 
     def __call__(self, pointers: dict[str, int]) -> tuple[Any, ...]:
         plan = self.plan
@@ -53,6 +55,11 @@ class _Repeat:
             result = self.ndarray(shape, dtype)
             pointers[name] = result.data.ptr
             results.append(result)
+        unasked = [(name, self.allocate(nbytes)) for name, nbytes in self.unasked]
+        for name, memory in unasked:
+            pointers[name] = memory.ptr
+            if captured:
+                keep(memory)
         self.plan.run(pointers, captured)
         return tuple(results)
 
@@ -122,13 +129,25 @@ def _run(
         _run_in_simulator(prepared, kernel)
         return checks.hand_back(prepared)
     plan = _plan(prepared, kernel)
+    asked = 1 if op == "attention" and not options["return_lse"] else len(prepared.outputs)
+    unasked = prepared.outputs[asked:]
     with plan.on_device() as captured:
+        if captured and prepared.copied:
+            keep(prepared.arrays)
+        if captured:
+            keep(unasked)
         plan.run(_pointers(prepared.arrays), captured)
     if key is not None and prepared.in_place:
         if len(_repeats) >= _KEPT:
             _repeats.clear()
-        outputs = tuple((name, x.shape, x.dtype) for name, x, _ in prepared.outputs)
-        _repeats[key] = _Repeat(plan, sys.modules["cupy"].ndarray, outputs)
+        cupy = sys.modules["cupy"]
+        _repeats[key] = _Repeat(
+            plan,
+            cupy.ndarray,
+            cupy.cuda.alloc,
+            tuple((name, x.shape, x.dtype) for name, x, _ in prepared.outputs[:asked]),
+            tuple((name, x.nbytes) for name, x, _ in unasked),
+        )
     return checks.hand_back(prepared)
 
 

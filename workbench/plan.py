@@ -65,7 +65,7 @@ class Plan:
         values = argument_values(problem)
         self._problem = problem
         self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
-        self._ready: dict[Any, list[tuple[Callable[[], int | None], Any]]] = {}
+        self._ready: dict[Any, list[tuple[Callable[[], int], Any]]] = {}
         with cupy.cuda.Device(device):
             launches = [launch for launch in work.launches if launch.grid]
             # The first one never overlaps: in front of it is what others have launched.
@@ -84,7 +84,7 @@ class Plan:
         if not self.is_current():
             with self._cupy.cuda.Device(self.device), self.on_device() as captured:
                 yield captured
-        elif self._current_stream().is_capturing():
+        elif self.is_captured():
             with _relaxed_capture():
                 yield True
         else:
@@ -95,8 +95,9 @@ class Plan:
         return bool(self._current_device() == self.device)
 
     def is_captured(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        return bool(self._current_stream().is_capturing())
+        """Whether the current stream is being captured into a graph; stream 0 cannot be."""
+        stream = self._current_stream()
+        return bool(stream.ptr and stream.is_capturing())
 
     def run(self, pointers: dict[str, int], captured: bool) -> None:
         """Launch everything on the current stream of the plan's GPU, the current one.
@@ -117,7 +118,7 @@ class Plan:
                 if space.zeroed:
                     (memory + offset).memset_async(0, space.nbytes, stream)
             if captured:
-                _captured_workspaces.append(memory)
+                keep(memory)
         key = (stream.ptr, workspace, tuple(pointers), tuple(pointers.values()))
         launches = self._ready.get(key)
         if launches is None:
@@ -127,11 +128,11 @@ class Plan:
             self._ready[key] = launches
         for start, _ in launches:
             if status := start():
-                raise RuntimeError(f"{self.name}: the launch fails (CUresult {status})")
+                raise self._cupy.cuda.driver.CUDADriverError(status)
 
     def _prepare(
         self, stream: int, workspace: int, pointers: dict[str, int]
-    ) -> list[tuple[Callable[[], int | None], Any]]:
+    ) -> list[tuple[Callable[[], int], Any]]:
         """The launches on a stream and on these addresses, with the words that they read."""
         addresses = pointers | {space.name: workspace + at for space, at in self._offsets}
         launches = []
@@ -201,9 +202,16 @@ def _bind(
     return _Bound(kernel, launch, packet, words, dependent, slots, maps)
 
 
-# A graph that replays a captured call writes into the workspaces of that call again, long after the
-# call has returned; nobody tells us when the graph is gone, so they stay.
-_captured_workspaces: list[Any] = []
+_kept: list[Any] = []
+
+
+def keep(memory: Any) -> None:
+    """Keep memory for ever that a captured call uses and its caller does not hold.
+
+    A graph that replays the call writes there again, long after the call has returned; nobody tells
+    us when the graph is gone.
+    """
+    _kept.append(memory)
 
 
 @contextmanager
