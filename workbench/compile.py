@@ -656,8 +656,8 @@ def load(language: str, entry: Entry, device: int, shared_memory: int) -> Loaded
     return Loaded(function.ptr, module, binary.arguments_at)
 
 
-# A launch's packet is the list that cuLaunchKernelEx takes as `extra`, the size of the arguments, and
-# the arguments, in one piece of memory: a copy of it, some addresses, and it is ready.
+# A launch's packet is the list that cuLaunchKernelEx takes as `extra`, the size of the arguments,
+# and the arguments, in one piece of memory: a copy of it, some addresses, and it is ready.
 PACKET_HEADER = 6  # words before the first argument
 _SIZE_WORD = 5
 _PARAM_END, _PARAM_BUFFER_POINTER, _PARAM_BUFFER_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
