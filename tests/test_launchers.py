@@ -275,6 +275,32 @@ def test_grids_grow_with_what_they_cover(row: table.Kernel, op: str) -> None:
     assert [launch.grid for launch in twice] == [2 * grid for grid in grids]
 
 
+@pytest.mark.parametrize(
+    ("batch", "seqlen_k", "block_n", "split"),
+    [(1, 1024, 32, 1), (1, 8192, 64, 1), (32, 8192, 64, 1), (99, 8192, 64, 0), (100, 8192, 32, 0)],
+)
+def test_few_queries_take_large_tiles_while_all_run_at_once(
+    batch: int, seqlen_k: int, block_n: int, split: int
+) -> None:
+    problem = Problem("attention", "bfloat16", batch, 8, 8, 1, seqlen_k, 128, 128, 1.0)
+    constants = dict(launchers.attention_flash_mma(problem, "sm_90").launches[0].entry.constants)
+    assert (constants["BLOCK_N"], constants["SPLIT"]) == (block_n, split)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "head_dim", "most", "in_turn"),
+    [(512, 128, 8, 16), (4096, 128, 5, 16), (16384, 128, 2, 8), (16384, 256, 1, 4)],
+)
+def test_long_backwards_take_few_heads_at_a_time(
+    seqlen: int, head_dim: int, most: int, in_turn: int
+) -> None:
+    sizes = (4, 16, 16, seqlen, seqlen, head_dim, head_dim, 1.0)
+    for deterministic, heads in ((False, most), (True, in_turn)):
+        problem = Problem("attention_backward", "bfloat16", *sizes, deterministic=deterministic)
+        backward = launchers.attention_flash_wgmma(problem, "sm_90").launches[1]
+        assert dict(backward.values)["heads_at_a_time"] == heads
+
+
 @ROWS
 def test_the_cap_on_blocks_is_asked_of_every_launch(row: table.Kernel) -> None:
     """A backward may have more blocks in its second kernel than in its first."""

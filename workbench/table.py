@@ -242,6 +242,7 @@ def _attention_problems() -> Iterator[Problem]:
     few: dict[str, Any] = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096}
     yield from problems("bfloat16", 128, **few, has_kv_lengths=True)
     yield from problems("bfloat16", 128, **few | {"batch": 4})
+    yield from problems("bfloat16", 128, BOTH_WAYS[:1], **few | {"batch": 800})
     for head_dim in (64, 128, 256):
         yield from problems("bfloat16", head_dim, deterministic=True, **_RANGE)
 
