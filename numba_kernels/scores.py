@@ -133,12 +133,12 @@ def hide(FEATURES, N):
             end = int32(end - col) if row < band.q_length else int32(0)
             for n in range(N // 4):
                 for i in range(2):
-                    if n * 8 + i >= end:
+                    if int32(n * 8 + i) >= end:
                         s[4 * n + 2 * half + i] = -INF
             if begin > 0:
                 for n in range(N // 4):
                     for i in range(2):
-                        if n * 8 + i < begin:
+                        if int32(n * 8 + i) < begin:
                             s[4 * n + 2 * half + i] = -INF
             row = int32(row + 8)
 
