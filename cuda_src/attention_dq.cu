@@ -21,10 +21,8 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
                              int64 seqlen_q,
                              int64 head_dim,
                              double scale) {
-  constexpr int ACROSS = HEAD_DIM / 8;  // accumulators beside each other
-  // From the last rows to the first: of the last ones the sums are in the L2 cache still.
-  uint32 block = gridDim.x - 1 - blockIdx.x;
-  uint32 index = block * blockDim.x + threadIdx.x;  // each is of 64 bytes: 2^32 fit nowhere
+  constexpr int ACROSS = HEAD_DIM / 8;                   // accumulators beside each other
+  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 64 bytes: 2^32 fit nowhere
   uint32 accumulator = index / 8;
   uint32 down = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * (BLOCK_M / 16);  // below each other
   int row = accumulator / ACROSS % down * 16 + index % 8;

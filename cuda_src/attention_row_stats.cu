@@ -31,9 +31,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     int64 head_dim_v) {
   constexpr int LANES = HEAD_DIM / 8;
   griddepcontrol_launch_dependents();
-  // From the last rows to the first: with those the backward begins, from the L2 cache.
-  uint32 block = gridDim.x - 1 - blockIdx.x;
-  uint32 index = block * blockDim.x + threadIdx.x;  // each is of 32 bytes: 2^32 fit nowhere
+  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 32 bytes: 2^32 fit nowhere
   uint32 rows = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * BLOCK_M;
   uint32 row = index / LANES % rows;
   uint32 head = index / LANES / rows;   // of all batches
@@ -59,9 +57,9 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   sum = warp_sum<LANES>(sum);
 
   // 2. Zero dq_acc: eight elements a thread
-  dq_acc += int64(block) * blockDim.x * 8 + threadIdx.x * 4;
-  *reinterpret_cast<float4*>(dq_acc) = make_float4(0, 0, 0, 0);
-  *reinterpret_cast<float4*>(dq_acc + blockDim.x * 4) = make_float4(0, 0, 0, 0);
+  *reinterpret_cast<float4*>(dq_acc + int64(index) * 4) = make_float4(0, 0, 0, 0);
+  int64 threads = batch * heads_q * rows * LANES;
+  *reinterpret_cast<float4*>(dq_acc + (threads + index) * 4) = make_float4(0, 0, 0, 0);
 
   // 3. Store
   if (col != 0) return;

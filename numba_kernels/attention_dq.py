@@ -37,10 +37,8 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
     ):
         x = cuda.local.array(16, Acc)
         y = cuda.local.array(8, Acc)
-        # From the last rows to the first: of the last ones the sums are in the L2 cache still. Each
-        # index is of 64 bytes: 2^32 fit nowhere.
-        block = uint32(cuda.gridDim.x - 1 - cuda.blockIdx.x)
-        index = uint32(block * cuda.blockDim.x + cuda.threadIdx.x)
+        # Each index is of 64 bytes: 2^32 fit nowhere.
+        index = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
         accumulator = uint32(index >> 3)
         down = uint32(cdiv(uint32(seqlen_q), BLOCK_M) * (BLOCK_M // 16))  # below each other
         line = uint32(div(accumulator, ACROSS))

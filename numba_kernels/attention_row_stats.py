@@ -59,10 +59,8 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         head_dim_v,
     ):
         griddepcontrol_launch_dependents()
-        # From the last rows to the first: with those the backward begins, from the L2 cache. Each
-        # index is of 32 bytes: 2^32 fit nowhere.
-        block = uint32(cuda.gridDim.x - 1 - cuda.blockIdx.x)
-        index = uint32(block * cuda.blockDim.x + cuda.threadIdx.x)
+        # Each index is of 32 bytes: 2^32 fit nowhere.
+        index = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
         rows = uint32(cdiv(uint32(seqlen_q), BLOCK_M) * BLOCK_M)
         row = uint32(rem(uint32(div(index, LANES)), rows))
         head = uint32(div(uint32(div(index, LANES)), rows))  # of all batches
@@ -95,9 +93,9 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         zeros = cuda.local.array(4, Acc)
         for i in range(4):
             zeros[i] = 0
-        first = int64(block) * cuda.blockDim.x * 8 + cuda.threadIdx.x * 4
-        store16(dq_acc, first, zeros, 0)
-        store16(dq_acc, first + cuda.blockDim.x * 4, zeros, 0)
+        store16(dq_acc, int64(index) * 4, zeros, 0)
+        threads = batch * heads_q * rows * LANES
+        store16(dq_acc, (threads + index) * 4, zeros, 0)
 
         # 3. Store
         if col != 0:
