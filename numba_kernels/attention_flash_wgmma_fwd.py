@@ -426,6 +426,7 @@ def attention_flash_wgmma_fwd(
                 loaded = uint32(loaded + 1)
                 k_start = int32(k_start + BLOCK_N)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
+            cuda.syncwarp()  # all lanes have read what is known of the query tile
             free_slot(q_empty, slot)
             tiles_loaded = uint32(tiles_loaded + 1)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
