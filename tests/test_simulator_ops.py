@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ptx_kernels import apply
+from ptx_kernels import apply, kernel, run_text
 
 from workbench.simulator.ops import UnknownInstructionError, find
 
@@ -588,6 +588,48 @@ def test_whole_numbers_rounded_in_a_direction(source: str, mode: str) -> None:
         got = apply(f"cvt.{mode}.{target}.{source}", (a,), FLOATS[target])
         for x, y in zip(a.tolist(), got, strict=True):
             check_direction(Fraction(x), y, mode)
+
+
+# Two factors in %x1 and %x2, their rounded product in %x3; what becomes of these lines: 1 and -1
+# stand for the rounding error of the product, which only a multiply-add can leave.
+CONTRACTED = {
+    "product first": ("mul.T %x4, %x1, %x2; sub.T %x5, %x4, %x3;", 1),
+    "product second": ("mul.T %x4, %x1, %x2; sub.T %x5, %x3, %x4;", -1),
+    "sum": ("neg.T %x6, %x3; mul.T %x4, %x1, %x2; add.T %x5, %x6, %x4;", 1),
+    "rounded product": ("mul.rn.T %x4, %x1, %x2; sub.T %x5, %x4, %x3;", 0),
+    "rounded sum": ("mul.T %x4, %x1, %x2; sub.rn.T %x5, %x4, %x3;", 0),
+    "used twice": ("mul.T %x4, %x1, %x2; mov.T %x6, %x4; sub.T %x5, %x4, %x3;", 0),
+    "a factor that changes": ("mul.T %x4, %x1, %x2; mov.T %x1, %x3; sub.T %x5, %x4, %x3;", 0),
+    "another basic block": ("mul.T %x4, %x1, %x2; bra L; L: sub.T %x5, %x4, %x3;", 0),
+    "on a condition": ("mov.T %x5, %x3; mul.T %x4, %x1, %x2; @%p1 sub.T %x5, %x4, %x3;", 0),
+}
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize("lines", CONTRACTED)
+def test_products_that_go_into_sums_are_not_rounded(lines: str, kind: str) -> None:
+    """Where ptxas makes one multiply-add of them, and only there."""
+    dtype, width = FLOATS[kind], 8 if kind == "f64" else 4
+    a, b = np.full(32, 1.1, dtype), np.full(32, 1.3, dtype)
+    out = np.zeros_like(a)
+    body, sign = CONTRACTED[lines]
+    load = f"""
+        .reg .{kind} %x<8>;
+        setp.eq.u64 %p1, %d0, %d0;
+        ld.global.{kind} %x1, [%d0];
+        ld.global.{kind} %x2, [%d1];
+        mul.rn.{kind} %x3, %x1, %x2;
+    """
+    store = f"""
+        mov.u32 %r0, %tid.x;
+        mad.wide.u32 %d3, %r0, {width}, %d2;
+        st.global.{kind} [%d3], %x5;
+        ret;
+    """
+    text = kernel(load + body.replace(".T", f".{kind}") + store, ("a", "b", "out"))
+    run_text(text, {"a": a, "b": b, "out": out})
+    exact = Fraction(float(a[0])) * Fraction(float(b[0]))
+    same(out, np.full_like(out, sign * float(exact - Fraction(float(a[0] * b[0])))))
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])

@@ -6,7 +6,8 @@ registers it reads and as what type. The functions that come out, `Step`s, only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ class Decoder:
         Registers that hold what no instruction writes, by name.
     watched : dict
         Those that `wgmma` uses, with a number each.
+    products : dict
+        Of each addition that is contracted to a multiply-add, the multiplication.
     """
 
     def __init__(self, program: Program) -> None:
@@ -102,6 +105,7 @@ class Decoder:
             self.function_at.update(dict.fromkeys(range(function.start, end), function))
         self.module_addresses = _lay_out_module(program)
         self.watched = {register: i for i, register in enumerate(_watched(program))}
+        self.products = _contractions(program)
         _link_calls(program)
 
     def code(self) -> Code:
@@ -232,6 +236,64 @@ def _watched(program: Program) -> list[int]:
     return sorted(found)
 
 
+_LEAVES = ("bra", "brx", "call", "ret", "exit", "trap")
+
+
+def _contractions(program: Program) -> dict[int, Instruction]:
+    """The additions that take in a product, and their multiplications.
+
+    Without a rounding modifier the two may become one multiply-add, rounded once (PTX ISA, "add"
+    and "mul"), and in one basic block, where nobody else uses the product, ptxas sees to it.
+    """
+    occurrences = Counter(
+        register for x in program.instructions for y in x.operands for register in _registers(y)
+    )
+    starts = set(program.labels.values())
+    found: dict[int, Instruction] = {}
+    # Of this basic block: products by their registers, and those that a register goes into.
+    products: dict[int, Instruction] = {}
+    taking: dict[int, list[int]] = {}
+    for pc, instruction in enumerate(program.instructions):
+        if pc in starts:
+            products, taking = {}, {}
+        op, mods, operands = instruction.op, instruction.mods, instruction.operands
+        free = instruction.guard is None and mods in (("f32",), ("ftz", "f32"), ("f64",))
+        if free and op in ("add", "sub"):
+            for operand in operands[1:]:
+                product = products.get(operand.index) if isinstance(operand, Reg) else None
+                if product is not None and product.mods == mods:
+                    found[pc] = product
+                    break
+        for written in _registers(*operands[:1]):
+            for product_register in taking.pop(written, ()):
+                products.pop(product_register, None)
+        if free and op == "mul":
+            target, *factors = operands
+            if isinstance(target, Reg) and occurrences[target.index] == 2:
+                products[target.index] = instruction
+                for register in _registers(*factors):
+                    taking.setdefault(register, []).append(target.index)
+        if op in _LEAVES:
+            products, taking = {}, {}
+    return found
+
+
+def _registers(*operands: Operand) -> Iterator[int]:
+    """The numbers of the registers in some operands, as often as they are there."""
+    for operand in operands:
+        match operand:
+            case Reg(index, _):
+                yield index
+            case Vec(items):
+                yield from _registers(*items)
+            case Pair(first, second):
+                yield from _registers(first, second)
+            case Not(inner):
+                yield from _registers(inner)
+            case Mem(base, _):
+                yield from _registers(base)
+
+
 def _lay_out_module(program: Program) -> dict[str, int]:
     """Where in global memory each variable of the module lies."""
     addresses, end = {}, MODULE_BASE
@@ -283,6 +345,8 @@ def _literal(value: int, bits: int, kind: str) -> Any:
 
 
 def _arithmetic(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    if pc in decoder.products:
+        return _contracted(decoder, instruction, decoder.products[pc])
     if "cc" in instruction.mods or instruction.op in ("addc", "subc", "madc"):
         return _with_carry(decoder, instruction)
     operation = ops.find(instruction.op, instruction.mods)
@@ -354,6 +418,28 @@ def _multiply_add(target: int, sources: tuple[int, ...], dtype: np.dtype[Any]) -
             chunk.put(target, fma(a, b, c), group)
 
     return multiply_add
+
+
+def _contracted(decoder: Decoder, addition: Instruction, product: Instruction) -> Step:
+    """An addition or subtraction together with the multiplication of what it takes."""
+    kind = addition.mods[-1]
+    function = ops.find("fma", ("rn", *addition.mods)).function
+    put = decoder.put(addition.operands[0], kind)
+    first = addition.operands[1] == product.operands[0]
+    other = addition.operands[2 if first else 1]
+    a, b, c = (decoder.get(x, kind) for x in (*product.operands[1:], other))
+    subtracts = addition.op == "sub"
+
+    def compute(chunk: Chunk, group: Group) -> None:
+        registers = chunk.registers
+        x, y, z = a(registers), b(registers), c(registers)
+        if subtracts and first:
+            z = -z
+        elif subtracts:
+            x = -x
+        put(chunk, function(x, y, z), group)
+
+    return compute
 
 
 def _two_predicates(
