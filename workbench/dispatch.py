@@ -77,7 +77,12 @@ def _key(
     if cupy is None:
         return None, pointers
     ndarray = cupy.ndarray
-    parts: list[Any] = [op, kernel]
+    window = options.get("window")
+    if window is not None:  # a list has no hash, and both ends have types, too
+        options = {**options, "window": repr(window)}
+    # True == 1 == 1.0, yet only one of them may be right: the type belongs to the key.
+    values = options.values()
+    parts: list[Any] = [op, kernel, *values, *map(type, values)]
     for name, x in named.items():
         if x is None:
             parts.append(None)
@@ -87,10 +92,6 @@ def _key(
             parts += (x.shape, x.strides, x.dtype, pointer % MAX_ALIGNMENT, data.device_id)
         else:
             return None, pointers
-    # True == 1 == 1.0, yet only one of them may be right: the type belongs to the key.
-    values = options.values()
-    parts += map(type, values)
-    parts += [repr(x) if isinstance(x, (tuple, list)) else x for x in values]
     return tuple(parts), pointers
 
 
