@@ -91,7 +91,7 @@ class Decoder:
     watched : dict
         Those that `wgmma` uses, with a number each.
     products : dict
-        Of each addition that is contracted to a multiply-add, the multiplication.
+        By index, each addition that is contracted to a multiply-add, and its multiplication.
     """
 
     def __init__(self, program: Program) -> None:
@@ -106,6 +106,7 @@ class Decoder:
         self.module_addresses = _lay_out_module(program)
         self.watched = {register: i for i, register in enumerate(_watched(program))}
         self.products = _contractions(program)
+        self.taken_in = set(self.products.values())
         _link_calls(program)
 
     def code(self) -> Code:
@@ -239,8 +240,8 @@ def _watched(program: Program) -> list[int]:
 _LEAVES = ("bra", "brx", "call", "ret", "exit", "trap")
 
 
-def _contractions(program: Program) -> dict[int, Instruction]:
-    """The additions that take in a product, and their multiplications.
+def _contractions(program: Program) -> dict[int, int]:
+    """The additions that take in a product, and their multiplications, by index.
 
     Without a rounding modifier the two may become one multiply-add, rounded once (PTX ISA, "add"
     and "mul"), and in one basic block, where nobody else uses the product, ptxas sees to it.
@@ -249,9 +250,9 @@ def _contractions(program: Program) -> dict[int, Instruction]:
         register for x in program.instructions for y in x.operands for register in _registers(y)
     )
     starts = set(program.labels.values())
-    found: dict[int, Instruction] = {}
+    found: dict[int, int] = {}
     # Of this basic block: products by their registers, and those that a register goes into.
-    products: dict[int, Instruction] = {}
+    products: dict[int, int] = {}
     taking: dict[int, list[int]] = {}
     for pc, instruction in enumerate(program.instructions):
         if pc in starts:
@@ -261,7 +262,7 @@ def _contractions(program: Program) -> dict[int, Instruction]:
         if free and op in ("add", "sub"):
             for operand in operands[1:]:
                 product = products.get(operand.index) if isinstance(operand, Reg) else None
-                if product is not None and product.mods == mods:
+                if product is not None and program.instructions[product].mods == mods:
                     found[pc] = product
                     break
         for written in _registers(*operands[:1]):
@@ -270,7 +271,7 @@ def _contractions(program: Program) -> dict[int, Instruction]:
         if free and op == "mul":
             target, *factors = operands
             if isinstance(target, Reg) and occurrences[target.index] == 2:
-                products[target.index] = instruction
+                products[target.index] = pc
                 for register in _registers(*factors):
                     taking.setdefault(register, []).append(target.index)
         if op in _LEAVES:
@@ -345,8 +346,11 @@ def _literal(value: int, bits: int, kind: str) -> Any:
 
 
 def _arithmetic(decoder: Decoder, instruction: Instruction, pc: int) -> Step:
+    if pc in decoder.taken_in:
+        return _nothing
     if pc in decoder.products:
-        return _contracted(decoder, instruction, decoder.products[pc])
+        product = decoder.program.instructions[decoder.products[pc]]
+        return _contracted(decoder, instruction, product)
     if "cc" in instruction.mods or instruction.op in ("addc", "subc", "madc"):
         return _with_carry(decoder, instruction)
     operation = ops.find(instruction.op, instruction.mods)
@@ -418,6 +422,10 @@ def _multiply_add(target: int, sources: tuple[int, ...], dtype: np.dtype[Any]) -
             chunk.put(target, fma(a, b, c), group)
 
     return multiply_add
+
+
+def _nothing(chunk: Chunk, group: Group) -> None:
+    """A multiplication whose product only an addition needs, which computes it anew."""
 
 
 def _contracted(decoder: Decoder, addition: Instruction, product: Instruction) -> Step:
