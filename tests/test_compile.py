@@ -641,3 +641,5 @@ def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatc
     assert attribute == struct.pack("<IIQ56x", 6, 0, 1)
     assert (function, parameters) == (1234, None)
     assert start() == 1
+    compiler.prepare(kernel, 5, 128, 1000, 77, packet)()
+    assert told[-1][0] == (5, 1, 1, 128, 1, 1, 1000, 77, 0)
