@@ -135,7 +135,7 @@ def _run(
     with plan.on_device() as captured:
         if captured and prepared.copied:
             keep(prepared.arrays)
-        if captured:
+        if captured and unasked:
             keep(unasked)
         plan.run(_pointers(prepared.arrays), captured)
     if key is not None and prepared.in_place:

@@ -708,9 +708,9 @@ MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
 SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
 # Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under
-# way; for long sequences, while they all run at once, and else. Keys are split until there are as
-# many blocks as keep a large GPU busy; with more queries, while each block has as many keys as are
-# worth a merge.
+# way. The first tile is for long sequences, while all of its blocks run at once; the second one for
+# the rest. Keys are split until there are as many blocks as keep a large GPU busy; with more
+# queries, while each block has as many keys as are worth a merge.
 FEW_QUERIES = (Tile(16, 64, 32), Tile(16, 32, 32))
 LARGE_AT_ONCE = 6 * MULTIPROCESSORS  # blocks of the first of them, with 36 KB of shared memory each
 SPLIT_BLOCKS = 512
