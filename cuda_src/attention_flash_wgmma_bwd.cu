@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap k_map,     // of BLOCK_N rows
                               const __grid_constant__ TensorMap v_map,     // the same
                               const __grid_constant__ TensorMap dout_map,  // as q_map
-                              const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 2)
+                              const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 8)
                               acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
                               int* turns,        // 1 + (batch, heads_q, tiles), zeroed, or null
                               T* dk,             // (batch, heads_kv, seqlen_k, head_dim)
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               int64 heads_at_a_time) {
   constexpr int WARPS = THREADS / 32 - 4;  // of consumers
   constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
-  constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
+  constexpr int DS_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 32;
   constexpr int DQ = BLOCK_M * HEAD_DIM;  // elements, 1024 of them a warp's
   constexpr int PARTS = BLOCK_M / 64;     // of 64 queries; with two of them HEAD_DIM is 64
 
@@ -68,12 +68,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
   uint32 dq_smem = ds_smem + 2 * DS_BYTES;
   uint32 stats_smem = dq_smem + DQ * 4;
-  uint32 k_full = stats_smem + Q_STAGES * STATS_BYTES, v_full = k_full + 8;
+  uint32 ones_smem = stats_smem + Q_STAGES * STATS_BYTES;
+  uint32 k_full = ones_smem + ONES_BYTES, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
   uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8;
   char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8);
+  if (threadIdx.x < 16) store_ones(smem + ones_smem, threadIdx.x);
   if (threadIdx.x == 0) {
     init_barriers(k_full, 2, 1);         // and v_full
     init_barriers(q_full, Q_STAGES, 2);  // for q and for the statistics
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       load_tile<BLOCK_M, HEAD_DIM>(q_smem + slot * QUERY_BYTES, q_map, full, q_start, head,
                                    batch_index);
       mbarrier_arrive_expect_tx(full, STATS_BYTES);
-      cp_async_bulk(stats_smem + slot * STATS_BYTES, stats + int64(query_tile) * (BLOCK_M * 2),
+      cp_async_bulk(stats_smem + slot * STATS_BYTES, stats + int64(query_tile) * (BLOCK_M * 8),
                     STATS_BYTES, full);
       if (step == 0) {  // the scores come first
         load_tile<BLOCK_N, HEAD_DIM>(v_smem, v_map, v_full, k_start, head_kv, batch_index);
@@ -196,19 +198,16 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto start_scores = [&](uint32 step) {
     uint32 slot = step % Q_STAGES;
     mbarrier_wait(q_full + 8 * slot, step / Q_STAGES & 1);
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, k_rows, q_smem + slot * QUERY_BYTES);
+    start_nt_from<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, k_rows, q_smem + slot * QUERY_BYTES, ones_smem,
+                                                 stats_smem + slot * STATS_BYTES);
   };
   auto wait_for_dout = [&](uint32 step) {
     mbarrier_wait(dout_full + 8 * (step % DOUT_STAGES), step / DOUT_STAGES & 1);
   };
   auto start_dp = [&](uint32 step) {
     uint32 dout_rows = dout_smem + step % DOUT_STAGES * QUERY_BYTES;
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_rows);
-  };
-  // Both lse and both delta of a thread's queries in the n-th eight of them.
-  auto row_stats = [&](uint32 step, int n) {
-    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + first_col * 8;
-    return reinterpret_cast<const float4*>(smem + at)[4 * n];
+    uint32 deltas = stats_smem + step % Q_STAGES * STATS_BYTES + STATS_BYTES / 2;
+    start_nt_from<T, HEAD_DIM, BLOCK_N, BLOCK_M>(dp, v_rows, dout_rows, ones_smem, deltas);
   };
   // 4b (consumers). p = exp(s - lse)
   auto hide_unseen = [&]() {
@@ -218,16 +217,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     hide_transposed<FEATURES>(s, score, band, q_start + first_col, first_key_row);
   };
   // Of one part of the queries.
-  auto probabilities = [&](uint32 step, int part) __attribute__((always_inline)) {
+  auto probabilities = [&](int part) __attribute__((always_inline)) {
 #pragma unroll
-    for (int n = 8 * part; n < 8 * part + 8; ++n) {
-      float4 row = row_stats(step, n);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* pair = s + 4 * n + 2 * half;
-        p[2 * n + half] = cvt_rn_x2<T>(ex2_approx(pair[0] * to_log2 - row.x),
-                                       ex2_approx(pair[1] * to_log2 - row.y));
-      }
+    for (int i = 16 * part; i < 16 * part + 16; ++i) {
+      p[i] = cvt_rn_x2<T>(ex2_approx(s[2 * i] * to_log2), ex2_approx(s[2 * i + 1] * to_log2));
     }
   };
   // 4c (consumers). dv += p^T dout
@@ -249,16 +242,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(dp);
 #pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      float4 row = row_stats(step, n);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float* pair = dp + 4 * n + 2 * half;
-        pair[0] = cvt_first<T>(p_copy[2 * n + half]) * (pair[0] - row.z);
-        pair[1] = cvt_second<T>(p_copy[2 * n + half]) * (pair[1] - row.w);
-      }
+    for (int i = 0; i < BLOCK_M / 4; ++i) {
+      ds[i] = cvt_rn_x2<T>(cvt_first<T>(p_copy[i]) * dp[2 * i],
+                           cvt_second<T>(p_copy[i]) * dp[2 * i + 1]);
     }
-    round_fragments<T>(ds, dp);
     store_fragments<BLOCK_N>(ds_smem + step % 2 * DS_BYTES, warp_key, ds);
     fence_proxy_async();
     bar_sync(1, 32 * WARPS);  // ds of all keys is there, and the other tile of it is free
@@ -292,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     hide_unseen();
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      probabilities(0, part);
+      probabilities(part);
       start_dv(0, part);
     }
     wgmma_wait_group<PARTS>();
@@ -311,20 +298,20 @@ __global__ void __launch_bounds__(THREADS, 1)
       start_dp(step + 1);
       wgmma_wait_group<2>();
       hide_unseen();
-      probabilities(step + 1, 0);
+      probabilities(0);
       start_dv(step + 1, 0);
       wgmma_wait_group<2>();
       dk_is_there();
     } else {  // dp has to wait for the registers that half of the scores and ds leave
       wgmma_wait_group<1>();
       hide_unseen();
-      probabilities(step + 1, 0);
+      probabilities(0);
       wait_for_dout(step + 1);
       start_dv(step + 1, 0);
       wgmma_wait_group<1>();
       dk_is_there();
       start_dp(step + 1);
-      probabilities(step + 1, 1);
+      probabilities(1);
       start_dv(step + 1, 1);
     }
     wgmma_wait_group<1>();

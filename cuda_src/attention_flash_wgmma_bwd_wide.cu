@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     const __grid_constant__ TensorMap k_map,     // of BLOCK_N rows
     const __grid_constant__ TensorMap v_map,     // the same
     const __grid_constant__ TensorMap dout_map,  // as q_map
-    const acc_t<T>* stats,                       // (batch, heads_q, query tiles, BLOCK_M * 2)
+    const acc_t<T>* stats,                       // (batch, heads_q, query tiles, BLOCK_M * 8)
     acc_t<T>* dq_acc,                            // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
     int* turns,                                  // 1 + (batch, heads_q, tiles, 2), zeroed, or null
     T* dk,                                       // (batch, heads_kv, seqlen_k, head_dim)
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     int64 heads_at_a_time) {
   constexpr int COLS = HEAD_DIM / 2, PARTS = COLS / 64;  // of a warpgroup: columns, parts of dq
   constexpr int KEY_BYTES = BLOCK_N * HEAD_DIM * 2, QUERY_BYTES = BLOCK_M * HEAD_DIM * 2;
-  constexpr int P_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 2 * 4;
+  constexpr int P_BYTES = BLOCK_N * BLOCK_M * 2, STATS_BYTES = BLOCK_M * 32;
   constexpr int DQ = BLOCK_M * HEAD_DIM, PART_BYTES = BLOCK_M * 64 * 4;
   constexpr int P_IS_THERE = 1, DS_IS_THERE = 2, DS_IS_OURS = 3;  // barriers
   extern __shared__ __align__(1024) char shared[];
@@ -60,12 +60,14 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   uint32 q_smem = v_smem + KEY_BYTES, dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES, p_smem = ds_smem + 2 * P_BYTES;
   uint32 dq_smem = p_smem + P_BYTES, stats_smem = dq_smem + 2 * PART_BYTES;
-  uint32 k_full = stats_smem + Q_STAGES * STATS_BYTES, v_full = k_full + 8;
+  uint32 ones_smem = stats_smem + Q_STAGES * STATS_BYTES;
+  uint32 k_full = ones_smem + ONES_BYTES, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
   uint32 dq_full = dout_empty + 8 * DOUT_STAGES, dq_empty = dq_full + 8 * 2;
   char* smem = shared - k_smem;
   int* ticket_smem = reinterpret_cast<int*>(smem + dq_empty + 8 * 2);
+  if (threadIdx.x < 16) store_ones(smem + ones_smem, threadIdx.x);
   if (threadIdx.x == 0) {
     init_barriers(k_full, 2, 1);          // and v_full
     init_barriers(q_full, Q_STAGES, 2);   // for q and for the statistics
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
                                    batch_index);
       mbarrier_arrive_expect_tx(full, STATS_BYTES);
       cp_async_bulk(stats_smem + slot * STATS_BYTES,
-                    stats + int64(head_tiles + q_tile) * (BLOCK_M * 2), STATS_BYTES, full);
+                    stats + int64(head_tiles + q_tile) * (BLOCK_M * 8), STATS_BYTES, full);
       if (step == 0) {  // the scores come first
         load_tile<BLOCK_N, HEAD_DIM>(v_smem, v_map, v_full, k_start, head_kv, batch_index);
       }
@@ -195,29 +197,26 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     mbarrier_wait(dout_full + 8 * (step % DOUT_STAGES), step / DOUT_STAGES & 1);
     return opaque(step % DOUT_STAGES * QUERY_BYTES);
   };
-  // Both lse of a thread's first two queries, both delta behind them; eight queries on, the next.
-  auto row_stats = [&](uint32 step) {
-    uint32 at = stats_smem + step % Q_STAGES * STATS_BYTES + first_col * 8;
-    return reinterpret_cast<const float2*>(smem + at);
-  };
   auto start_scores = [&](uint32 step) {
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(k_smem), q_smem + wait_for_q(step));
+    uint32 q_rows = q_smem + wait_for_q(step);
+    start_nt_from<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(k_smem), q_rows, ones_smem,
+                                                 stats_smem + step % Q_STAGES * STATS_BYTES);
   };
   auto start_dp = [&](uint32 step) {
-    start_nt<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(v_smem), dout_smem + wait_for_dout(step));
+    uint32 dout_rows = dout_smem + wait_for_dout(step);
+    wait_for_q(step);  // with which the statistics come
+    uint32 deltas = stats_smem + step % Q_STAGES * STATS_BYTES + STATS_BYTES / 2;
+    start_nt_from<T, HEAD_DIM, BLOCK_N, BLOCK_M>(s, opaque(v_smem), dout_rows, ones_smem, deltas);
   };
   // 4b (consumers). p = exp(s - lse)
-  auto probabilities = [&](uint32 step) __attribute__((always_inline)) {
+  auto probabilities = [&]() __attribute__((always_inline)) {
     register_fence(s);
     int q_start = q_tile * BLOCK_M, q_end = q_start + BLOCK_M, k_end = k_start + BLOCK_N;
     bool hidden = !tile_is_unmasked<FEATURES>(band, q_start, q_end, k_start, k_end);
     if (hidden) hide_transposed<FEATURES>(s, score, band, q_start + first_col, first_key_row);
-    const float2* rows = row_stats(step);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
-      float2 lse = rows[i / 2 * 8];
-      p[i] = cvt_rn_x2<T>(ex2_approx(s[2 * i] * to_log2 - lse.x),
-                          ex2_approx(s[2 * i + 1] * to_log2 - lse.y));
+      p[i] = cvt_rn_x2<T>(ex2_approx(s[2 * i] * to_log2), ex2_approx(s[2 * i + 1] * to_log2));
     }
     store_registers(p_warp, p);
     bar_arrive(P_IS_THERE, 256);
@@ -237,14 +236,11 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   // p is that in 16 bits, as for dv: a copy, since p is being read.
   auto score_gradients = [&](uint32 step) __attribute__((always_inline)) {
     register_fence(s);
-    wait_for_q(step);
     uint32 ds[BLOCK_M / 4];
-    const float2* rows = row_stats(step);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
-      float2 delta = rows[i / 2 * 8 + 1];
-      ds[i] = cvt_rn_x2<T>(cvt_first<T>(p_copy[i]) * (s[2 * i] - delta.x),
-                           cvt_second<T>(p_copy[i]) * (s[2 * i + 1] - delta.y));
+      ds[i] =
+          cvt_rn_x2<T>(cvt_first<T>(p_copy[i]) * s[2 * i], cvt_second<T>(p_copy[i]) * s[2 * i + 1]);
     }
     store_fragments<BLOCK_N>(ds_smem + step % 2 * P_BYTES, warp * 16, ds);
     fence_proxy_async();
@@ -285,7 +281,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   if (steps > 0 && group == 0) {
     start_scores(0);
     wgmma_wait_group<0>();
-    probabilities(0);
+    probabilities();
     start_dv(0);
     wgmma_wait_group<0>();
     dv_is_there(0);
@@ -296,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
       start_dk();
       start_dq(0);
       wgmma_wait_group<2>();
-      probabilities(step + 1);
+      probabilities();
       start_dv(step + 1);
       start_dq(1);
       wgmma_wait_group<2>();

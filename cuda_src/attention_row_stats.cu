@@ -1,12 +1,15 @@
-// attention_row_stats: what Hopper's backwards know of a query row, two at a time, and
-// zeros for it to add to and to count on.
+// attention_row_stats: what Hopper's backwards subtract for a query row, and zeros for them to add
+// to and to count on.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
-//   stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
+//   stats[tile] = -lse / scale of its rows, then -delta of its rows
 //   dq_acc = 0,  turns = 0
 //
-// So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
-// padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
+// Sums of q k^T and of dout v^T start from those (warpgroups, start_nt_from). Then no thread reads
+// them, which would take a twelfth of the time of shared memory, what bounds those kernels. Each is
+// the sum of three bfloat16, in 16 bytes: they hold the 24 bits of a float. Rows are padded to
+// whole tiles: q and dout are zero there, and so is what they add. Where a row sees no key, all of
+// its scores are hidden.
 //
 // Work split:    HEAD_DIM / 8 threads take a row, 16 bytes each, and add up by shuffles
 // Shared memory: none
@@ -15,12 +18,23 @@
 // Launched by:   workbench/launchers.py, attention_flash_wgmma, first of its backward
 #include "ptx_sm80.cuh"
 
+// Three bfloat16 that add up to x, and zeros.
+__device__ __forceinline__ void store_three_bfloat16(uint4* to, float x) {
+  uint32 term[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    term[i] = cvt_rn_x2<__nv_bfloat16>(x, 0);
+    x -= cvt_first<__nv_bfloat16>(term[i]);
+  }
+  *to = make_uint4(term[0] | term[1] << 16, term[2], 0, 0);
+}
+
 template <typename T, int BLOCK_M, int HEAD_DIM, int ADDERS>
 __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, seqlen_q, head_dim_v)
                                     const T* out,          // (batch, heads_q, seqlen_q, head_dim_v)
                                     const acc_t<T>* lse,   // (batch, heads_q, seqlen_q), contiguous
                                     const acc_t<T>* dlse,  // the same, or null
-                                    acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 2)
+                                    acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 8)
                                     acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
                                     int* turns,  // 1 + (batch, heads_q, tiles, ADDERS), or null
                                     Strides dout_strides,
@@ -28,7 +42,8 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     int64 batch,
                                     int64 heads_q,
                                     int64 seqlen_q,
-                                    int64 head_dim_v) {
+                                    int64 head_dim_v,
+                                    double scale) {
   constexpr int LANES = HEAD_DIM / 8;
   griddepcontrol_launch_dependents();
   uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 32 bytes: 2^32 fit nowhere
@@ -67,13 +82,14 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   if (turns && row % BLOCK_M < ADDERS) {
     turns[1 + index / LANES / BLOCK_M * ADDERS + row % BLOCK_M] = 0;
   }
-  float row_lse = INF;
+  float lse_in_scores = 0;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;
-    row_lse = lse[at] == -INF ? INF : lse[at] * LOG2E;
+    lse_in_scores = lse[at] == -INF ? 0 : lse[at] / float(scale);
     if (dlse) sum -= dlse[at];
   }
-  stats += (int64(head) * rows + row / 2 * 2) * 2 + row % 2;
-  stats[0] = row_lse;
-  stats[2] = sum;
+  uint4* of_tile = reinterpret_cast<uint4*>(stats) + int64(index / LANES / BLOCK_M) * (BLOCK_M * 2);
+  of_tile += row % BLOCK_M;
+  store_three_bfloat16(of_tile, -lse_in_scores);
+  store_three_bfloat16(of_tile + BLOCK_M, -sum);
 }

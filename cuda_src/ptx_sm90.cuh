@@ -215,6 +215,12 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, int offset) {
   return swizzle_128 | stride | (address + (offset >> 4));
 }
 
+// The descriptor of an operand that is not swizzled: of its 8 x 8 matrices, each in 128 bytes, the
+// next one along the sums' axis is `leading` bytes on, and the next one across it `stride`.
+__device__ __forceinline__ uint64 wgmma_plain_descriptor(uint32 shared, int leading, int stride) {
+  return uint64(stride >> 4) << 32 | uint32(leading >> 4) << 16 | (shared & 0x3ffff) >> 4;
+}
+
 // acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis
 // along their rows (ss); or b has the sums' axis down its columns, and a is in shared memory
 // (ss_trans_b) or in registers, as those of mma_m16n8k16 (rs). Without `accumulate` what acc held

@@ -62,21 +62,55 @@ __device__ __forceinline__ void clear_rows(uint32 tile, int first, int thread, i
   bar_sync(barrier, THREADS);
 }
 
-// Starts acc = sum over d < DEPTH of a[row][d] * b[col][d], for 64 rows of a tile of A_ROWS and all
+// acc (+)= sum over d < DEPTH of a[row][d] * b[col][d], for 64 rows of a tile of A_ROWS and all
 // B_ROWS of b: both have the sums' axis along their rows.
 template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
-__device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uint32 b) {
+__device__ __forceinline__ void multiply_nt(float (&acc)[B_ROWS / 2],
+                                            uint32 a,
+                                            uint32 b,
+                                            bool accumulate) {
   a = wgmma_address(a, 16);
   b = wgmma_address(b, 16);
-  register_fence(acc);
-  wgmma_fence();
 #pragma unroll
   for (int d = 0; d < DEPTH; d += 16) {
     int panel = d / 64, col = d % 64 * 2;
     Wgmma<T, B_ROWS>::ss(acc, wgmma_descriptor(a, panel * (A_ROWS * 128) + col),
-                         wgmma_descriptor(b, panel * (B_ROWS * 128) + col), d > 0);
+                         wgmma_descriptor(b, panel * (B_ROWS * 128) + col), accumulate || d > 0);
   }
+}
+
+// Starts that product, without what acc held.
+template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
+__device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uint32 b) {
+  register_fence(acc);
+  wgmma_fence();
+  multiply_nt<T, DEPTH, A_ROWS, B_ROWS>(acc, a, b, false);
   wgmma_commit_group();
+}
+
+// Starts it from a number of each column: the sum of three of the bfloat16 that lie in 16 bytes of
+// its own from `of_cols` on. `ones` (store_ones) times those is a product too.
+template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
+__device__ __forceinline__ void start_nt_from(float (&acc)[B_ROWS / 2],
+                                              uint32 a,
+                                              uint32 b,
+                                              uint32 ones,
+                                              uint32 of_cols) {
+  register_fence(acc);
+  wgmma_fence();
+  // All rows of `ones` are the same, and its other half, of zeros, meets those bytes again.
+  Wgmma<__nv_bfloat16, B_ROWS>::ss(acc, wgmma_plain_descriptor(ones, 128, 0),
+                                   wgmma_plain_descriptor(of_cols, 0, 128), false);
+  multiply_nt<T, DEPTH, A_ROWS, B_ROWS>(acc, a, b, true);
+  wgmma_commit_group();
+}
+
+// Eight rows of three ones and 13 zeros, by 16 threads: ONES_BYTES of shared memory.
+constexpr int ONES_BYTES = 256;
+__device__ __forceinline__ void store_ones(char* ones, int thread) {
+  uint4 three = make_uint4(0x3f803f80, 0x3f80, 0, 0);  // as bfloat16
+  reinterpret_cast<uint4*>(ones)[thread] = thread < 8 ? three : make_uint4(0, 0, 0, 0);
+  fence_proxy_async();
 }
 
 // Starts acc += sum over d < DEPTH of a[row][d] * b[d][col], where a is in registers and b has COLS

@@ -33,7 +33,6 @@ from .common import (
     cdiv,
     div,
     head_tile,
-    load16,
     offset_of,
     reinterpret,
     rem,
@@ -72,14 +71,15 @@ from .ptx_sm90 import (
 )
 from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
+    ONES_BYTES,
     hide_transposed,
     init_barriers,
     load_tile,
-    round_fragments,
-    start_nt,
+    start_nt_from,
     start_rn,
     start_tn,
     store_fragments,
+    store_ones,
     store_registers,
     store_rows,
 )
@@ -94,14 +94,14 @@ def attention_flash_wgmma_bwd(
 ):
     WARPS = THREADS // 32 - 4  # of consumers
     KEY_BYTES, QUERY_BYTES = BLOCK_N * HEAD_DIM * 2, BLOCK_M * HEAD_DIM * 2
-    DS_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 2 * 4
+    DS_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 32
     DQ = BLOCK_M * HEAD_DIM  # elements, 1024 of them a warp's
     PARTS = BLOCK_M // 64  # of 64 queries; with two of them HEAD_DIM is 64
     ACC, SCORES, P = (1, HEAD_DIM // 2), BLOCK_M // 2, BLOCK_M // 4
 
     give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
     load_keys, load_queries = load_tile(BLOCK_N, HEAD_DIM), load_tile(BLOCK_M, HEAD_DIM)
-    multiply_nt = start_nt(T, HEAD_DIM, BLOCK_N, BLOCK_M)
+    multiply_nt = start_nt_from(T, HEAD_DIM, BLOCK_N, BLOCK_M)
     multiply_ds_q = start_rn(T, BLOCK_M, HEAD_DIM, 1)
     multiply_p_dout = start_rn(T, 64, HEAD_DIM, 1)
     multiply_tn = start_tn(T, BLOCK_N)
@@ -112,7 +112,6 @@ def attention_flash_wgmma_bwd(
     fence_acc, fence_part = register_fence(HEAD_DIM // 2), register_fence(32)
     copy_p = register_copy(16)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
-    round_gradients = round_fragments(T, P)
     hide, store_dq = hide_transposed(FEATURES, SCORES), store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, HEAD_DIM // 2)
 
@@ -122,7 +121,7 @@ def attention_flash_wgmma_bwd(
         k_map,  # of BLOCK_N rows
         v_map,  # the same
         dout_map,  # as q_map
-        stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
+        stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
         turns,  # 1 + (batch, heads_q, tiles), zeroed, or null
         dk,  # (batch, heads_kv, seqlen_k, head_dim)
@@ -147,7 +146,8 @@ def attention_flash_wgmma_bwd(
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
         dq_smem = uint32(ds_smem + 2 * DS_BYTES)
         stats_smem = uint32(dq_smem + DQ * 4)
-        k_full = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        ones_smem = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        k_full = uint32(ones_smem + ONES_BYTES)
         v_full = uint32(k_full + 8)
         q_full = uint32(v_full + 8)
         q_empty = uint32(q_full + 8 * Q_STAGES)
@@ -158,6 +158,8 @@ def attention_flash_wgmma_bwd(
         smem = advance(reinterpret(uint8, shared), -int64(k_smem))
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8))
         thread = uint32(cuda.threadIdx.x)
+        if thread < 16:
+            store_ones(advance(smem, ones_smem), thread)
         if thread == 0:
             init_barriers(k_full, 2, 1)  # and v_full
             init_barriers(q_full, Q_STAGES, 2)  # for q and for the statistics
@@ -253,7 +255,7 @@ def attention_flash_wgmma_bwd(
                     uint32(q_smem + slot * QUERY_BYTES), q_map, full, q_start, head, batch_index
                 )
                 mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                of_tile = advance(stats, int64(query_tile) * (BLOCK_M * 2))
+                of_tile = advance(stats, int64(query_tile) * (BLOCK_M * 8))
                 cp_async_bulk(uint32(stats_smem + slot * STATS_BYTES), of_tile, STATS_BYTES, full)
                 if step == 0:  # the scores come first
                     load_keys(v_smem, v_map, v_full, k_start, head_kv, batch_index)
@@ -295,7 +297,6 @@ def attention_flash_wgmma_bwd(
         p = cuda.local.array(P, uint32)
         p_copy = cuda.local.array(P, uint32)
         ds = cuda.local.array(P, uint32)
-        row = cuda.local.array(4, float32)
         step = uint32(0)  # that is being ended; the next one is being begun
 
         def free_slot(empty):
@@ -305,20 +306,17 @@ def attention_flash_wgmma_bwd(
         def start_scores(step):
             slot = uint32(rem(step, Q_STAGES))
             mbarrier_wait(uint32(q_full + 8 * slot), div(step, Q_STAGES) & 1)
-            multiply_nt(s, k_rows, uint32(q_smem + slot * QUERY_BYTES))
+            lses = uint32(stats_smem + slot * STATS_BYTES)
+            multiply_nt(s, k_rows, uint32(q_smem + slot * QUERY_BYTES), ones_smem, lses)
 
         def wait_for_dout(step):
             slot = uint32(rem(step, DOUT_STAGES))
             mbarrier_wait(uint32(dout_full + 8 * slot), div(step, DOUT_STAGES) & 1)
 
         def start_dp(step):
-            slot = uint32(rem(step, DOUT_STAGES))
-            multiply_nt(dp, v_rows, uint32(dout_smem + slot * QUERY_BYTES))
-
-        # Both lse and both delta of a thread's queries in the n-th eight of them.
-        def row_stats(step, n):
-            at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + first_col * 8)
-            load16(row, 0, reinterpret(float32, advance(smem, at)), 16 * n)
+            dout_rows = uint32(dout_smem + rem(step, DOUT_STAGES) * QUERY_BYTES)
+            deltas = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + STATS_BYTES // 2)
+            multiply_nt(dp, v_rows, dout_rows, ones_smem, deltas)
 
         # 4b (consumers). p = exp(s - lse)
         def hide_unseen(q_tile):
@@ -329,15 +327,9 @@ def attention_flash_wgmma_bwd(
                 hide(s, score, band, int32(q_start + first_col), first_key_row)
 
         # Of one part of the queries.
-        def probabilities(step, part):
-            for n in range(8 * part, 8 * part + 8):
-                row_stats(step, n)
-                for half in range(2):
-                    i = 4 * n + 2 * half
-                    p[2 * n + half] = pair(
-                        ex2_approx(s[i] * to_log2 - row[0]),
-                        ex2_approx(s[i + 1] * to_log2 - row[1]),
-                    )
+        def probabilities(part):
+            for i in range(16 * part, 16 * part + 16):
+                p[i] = pair(ex2_approx(s[2 * i] * to_log2), ex2_approx(s[2 * i + 1] * to_log2))
 
         # 4c (consumers). dv += p^T dout
         # Of the same part. Meanwhile ds is made of p: of the copy, since p is being read.
@@ -356,13 +348,8 @@ def attention_flash_wgmma_bwd(
         # p is that in 16 bits, as for dv: there is no room for both.
         def score_gradients(step):
             fence_scores(dp, 0)
-            for n in range(BLOCK_M // 8):
-                row_stats(step, n)
-                for half in range(2):
-                    i = 4 * n + 2 * half
-                    dp[i] = first(p_copy[2 * n + half]) * (dp[i] - row[2])
-                    dp[i + 1] = second(p_copy[2 * n + half]) * (dp[i + 1] - row[3])
-            round_gradients(ds, dp)
+            for i in range(P):
+                ds[i] = pair(first(p_copy[i]) * dp[2 * i], second(p_copy[i]) * dp[2 * i + 1])
             store_ds(uint32(ds_smem + rem(step, 2) * DS_BYTES), warp_key, ds)
             fence_proxy_async()
             bar_sync(1, 32 * WARPS)  # ds of all keys is there, and the other tile of it is free
@@ -398,7 +385,7 @@ def attention_flash_wgmma_bwd(
             wait_but_for_one()
             hide_unseen(q_tile)
             for part in range(PARTS):
-                probabilities(uint32(0), part)
+                probabilities(part)
                 start_dv(uint32(0), part)
             wait_but_for_dv()
             score_gradients(uint32(0))
@@ -416,20 +403,20 @@ def attention_flash_wgmma_bwd(
                 start_dp(following)
                 wait_but_for_two()
                 hide_unseen(q_tile)
-                probabilities(following, 0)
+                probabilities(0)
                 start_dv(following, 0)
                 wait_but_for_two()
                 dk_is_there(step)
             else:  # dp has to wait for the registers that half of the scores and ds leave
                 wait_but_for_one()
                 hide_unseen(q_tile)
-                probabilities(following, 0)
+                probabilities(0)
                 wait_for_dout(following)
                 start_dv(following, 0)
                 wait_but_for_one()
                 dk_is_there(step)
                 start_dp(following)
-                probabilities(following, 1)
+                probabilities(1)
                 start_dv(following, 1)
             wait_but_for_one()
             score_gradients(following)

@@ -68,15 +68,17 @@ from .ptx_sm90 import (
 )
 from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
 from .warpgroups import (
+    ONES_BYTES,
     hide_transposed,
     init_barriers,
     load_registers,
     load_tile,
     start_nn,
-    start_nt,
+    start_nt_from,
     start_rn,
     start_tn,
     store_fragments,
+    store_ones,
     store_registers,
     store_rows,
 )
@@ -92,14 +94,14 @@ def attention_flash_wgmma_bwd_wide(
     COLS = HEAD_DIM // 2  # of a warpgroup
     PARTS = COLS // 64  # of its dq
     KEY_BYTES, QUERY_BYTES = BLOCK_N * HEAD_DIM * 2, BLOCK_M * HEAD_DIM * 2
-    P_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 2 * 4
+    P_BYTES, STATS_BYTES = BLOCK_N * BLOCK_M * 2, BLOCK_M * 32
     DQ, PART_BYTES = BLOCK_M * HEAD_DIM, BLOCK_M * 64 * 4
     P_IS_THERE, DS_IS_THERE, DS_IS_OURS = 1, 2, 3  # barriers
     ACC, DQ_PARTS, SCORES, P = (1, COLS // 2), (PARTS, 32), BLOCK_M // 2, BLOCK_M // 4
 
     give_registers, take_registers = setmaxnreg_dec(24), setmaxnreg_inc(240)
     load_keys, load_queries = load_tile(BLOCK_N, HEAD_DIM), load_tile(BLOCK_M, HEAD_DIM)
-    multiply_nt = start_nt(T, HEAD_DIM, BLOCK_N, BLOCK_M)
+    multiply_nt = start_nt_from(T, HEAD_DIM, BLOCK_N, BLOCK_M)
     multiply_rn = start_rn(T, BLOCK_M, COLS, 1)
     multiply_nn, multiply_tn = start_nn(T, BLOCK_M, COLS), start_tn(T, BLOCK_N)
     wait_for_all, wait_but_for_one, wait_but_for_two = (wgmma_wait_group(n) for n in range(3))
@@ -118,7 +120,7 @@ def attention_flash_wgmma_bwd_wide(
         k_map,  # of BLOCK_N rows
         v_map,  # the same
         dout_map,  # as q_map
-        stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
+        stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
         turns,  # 1 + (batch, heads_q, tiles, 2), zeroed, or null
         dk,  # (batch, heads_kv, seqlen_k, head_dim)
@@ -142,7 +144,8 @@ def attention_flash_wgmma_bwd_wide(
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
         p_smem, dq_smem = uint32(ds_smem + 2 * P_BYTES), uint32(ds_smem + 3 * P_BYTES)
         stats_smem = uint32(dq_smem + 2 * PART_BYTES)
-        k_full = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        ones_smem = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        k_full = uint32(ones_smem + ONES_BYTES)
         v_full, q_full = uint32(k_full + 8), uint32(k_full + 8 * 2)
         q_empty = uint32(q_full + 8 * Q_STAGES)
         dout_full = uint32(q_empty + 8 * Q_STAGES)
@@ -152,6 +155,8 @@ def attention_flash_wgmma_bwd_wide(
         smem = advance(reinterpret(uint8, shared), -int64(k_smem))
         ticket_smem = reinterpret(int32, advance(smem, dq_empty + 8 * 2))
         thread = uint32(cuda.threadIdx.x)
+        if thread < 16:
+            store_ones(advance(smem, ones_smem), thread)
         if thread == 0:
             init_barriers(k_full, 2, 1)  # and v_full
             init_barriers(q_full, Q_STAGES, 2)  # for q and for the statistics
@@ -248,7 +253,7 @@ def attention_flash_wgmma_bwd_wide(
                 to = uint32(q_smem + slot * QUERY_BYTES)
                 load_queries(to, q_map, full, q_start, head, batch_index)
                 mbarrier_arrive_expect_tx(full, STATS_BYTES)
-                of_tile = advance(stats, int64(int32(head_tiles + q_tile)) * (BLOCK_M * 2))
+                of_tile = advance(stats, int64(int32(head_tiles + q_tile)) * (BLOCK_M * 8))
                 cp_async_bulk(uint32(stats_smem + slot * STATS_BYTES), of_tile, STATS_BYTES, full)
                 if step == 0:  # the scores come first
                     load_keys(v_smem, v_map, v_full, k_start, head_kv, batch_index)
@@ -296,31 +301,26 @@ def attention_flash_wgmma_bwd_wide(
             mbarrier_wait(uint32(dout_full + 8 * slot), div(step, DOUT_STAGES) & 1)
             return opaque(uint32(slot * QUERY_BYTES))
 
-        # Both lse of a thread's first two queries, both delta behind them; eight queries on, the
-        # next.
-        def row_stats(step):
-            at = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + first_col * 8)
-            return reinterpret(float32, advance(smem, at))
-
         def start_scores(step):
-            multiply_nt(s, opaque(k_smem), uint32(q_smem + wait_for_q(step)))
+            q_rows = uint32(q_smem + wait_for_q(step))
+            lses = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES)
+            multiply_nt(s, opaque(k_smem), q_rows, ones_smem, lses)
 
         def start_dp(step):
-            multiply_nt(s, opaque(v_smem), uint32(dout_smem + wait_for_dout(step)))
+            dout_rows = uint32(dout_smem + wait_for_dout(step))
+            wait_for_q(step)  # with which the statistics come
+            deltas = uint32(stats_smem + rem(step, Q_STAGES) * STATS_BYTES + STATS_BYTES // 2)
+            multiply_nt(s, opaque(v_smem), dout_rows, ones_smem, deltas)
 
         # 4b (consumers). p = exp(s - lse)
-        def probabilities(step, q_tile):
+        def probabilities(q_tile):
             fence_scores(s, 0)
             q_start = int32(q_tile * BLOCK_M)
             q_end, k_end = int32(q_start + BLOCK_M), int32(k_start + BLOCK_N)
             if not tile_is_unmasked(FEATURES, band, q_start, q_end, k_start, k_end):
                 hide(s, score, band, int32(q_start + first_col), first_key_row)
-            rows = row_stats(step)
             for i in range(P):
-                p[i] = pair(
-                    ex2_approx(s[2 * i] * to_log2 - rows[(i >> 1) * 16]),
-                    ex2_approx(s[2 * i + 1] * to_log2 - rows[(i >> 1) * 16 + 1]),
-                )
+                p[i] = pair(ex2_approx(s[2 * i] * to_log2), ex2_approx(s[2 * i + 1] * to_log2))
             store_p(p_warp, p, 0)
             bar_arrive(P_IS_THERE, 256)
 
@@ -339,13 +339,8 @@ def attention_flash_wgmma_bwd_wide(
         # p is that in 16 bits, as for dv: a copy, since p is being read.
         def score_gradients(step):
             fence_scores(s, 0)
-            wait_for_q(step)
-            rows = row_stats(step)
             for i in range(P):
-                ds[i] = pair(
-                    first(p_copy[i]) * (s[2 * i] - rows[(i >> 1) * 16 + 2]),
-                    second(p_copy[i]) * (s[2 * i + 1] - rows[(i >> 1) * 16 + 3]),
-                )
+                ds[i] = pair(first(p_copy[i]) * s[2 * i], second(p_copy[i]) * s[2 * i + 1])
             store_ds(uint32(ds_smem + rem(step, 2) * P_BYTES), warp * 16, ds)
             fence_proxy_async()
             bar_arrive(DS_IS_THERE, 256)
@@ -389,7 +384,7 @@ def attention_flash_wgmma_bwd_wide(
         if steps > 0 and group == 0:
             start_scores(uint32(0))
             wait_for_all()
-            probabilities(uint32(0), q_tile)
+            probabilities(q_tile)
             start_dv(uint32(0))
             wait_for_all()
             dv_is_there(uint32(0))
@@ -401,7 +396,7 @@ def attention_flash_wgmma_bwd_wide(
                 start_dk(step)
                 start_dq(step, 0)
                 wait_but_for_two()
-                probabilities(following, q_tile)
+                probabilities(q_tile)
                 start_dv(following)
                 start_dq(step, 1)
                 wait_but_for_two()

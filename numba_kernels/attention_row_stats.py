@@ -1,12 +1,15 @@
-"""attention_row_stats: what Hopper's backwards know of a query row, two at a time, and
-zeros for it to add to and to count on.
+"""attention_row_stats: what Hopper's backwards subtract for a query row, and zeros for them to add
+to and to count on.
 
   delta[row] = rowsum(dout * out) - dlse[row]
-  stats[row pair] = lse[0] * log2(e), lse[1] * log2(e), delta[0], delta[1]
+  stats[tile] = -lse / scale of its rows, then -delta of its rows
   dq_acc = 0,  turns = 0
 
-So laid out, the four numbers that a thread needs for its two queries are one access. Rows are
-padded to whole tiles, with lse = inf: there, and where a row sees no key, p = exp(s - lse) is 0.
+Sums of q k^T and of dout v^T start from those (warpgroups, start_nt_from). Then no thread reads
+them, which would take a twelfth of the time of shared memory, what bounds those kernels. Each is
+the sum of three bfloat16, in 16 bytes: they hold the 24 bits of a float. Rows are padded to
+whole tiles: q and dout are zero there, and so is what they add. Where a row sees no key, all of
+its scores are hidden.
 
 Work split:    HEAD_DIM / 8 threads take a row, 16 bytes each, and add up by shuffles
 Shared memory: none
@@ -20,7 +23,6 @@ from numba.cuda import types
 
 from .common import (
     INF,
-    LOG2E,
     acc_t,
     advance,
     cdiv,
@@ -28,12 +30,30 @@ from .common import (
     is_null,
     load16,
     offset_of,
+    reinterpret,
     rem,
     store16,
     to_acc,
     warp_sum,
 )
-from .ptx_sm80 import griddepcontrol_launch_dependents
+from .ptx_sm80 import cvt_first, cvt_rn_x2, griddepcontrol_launch_dependents
+
+round_pair, first_of_pair = cvt_rn_x2(types.bfloat16), cvt_first(types.bfloat16)
+
+
+# Three bfloat16 that add up to x, and zeros.
+@cuda.jit(device=True, forceinline=True)
+def store_three_bfloat16(to, x):
+    term = cuda.local.array(3, types.uint32)
+    for i in range(3):
+        term[i] = round_pair(x, types.float32(0))
+        x -= first_of_pair(term[i])
+    words = cuda.local.array(4, types.uint32)
+    words[0] = term[0] | term[1] << 16
+    words[1] = term[2]
+    words[2] = 0
+    words[3] = 0
+    store16(to, 0, words, 0)
 
 
 def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
@@ -48,7 +68,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         out,  # (batch, heads_q, seqlen_q, head_dim_v)
         lse,  # (batch, heads_q, seqlen_q), contiguous
         dlse,  # the same, or null
-        stats,  # (batch, heads_q, query tiles, BLOCK_M * 2)
+        stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
         dq_acc,  # (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
         turns,  # 1 + (batch, heads_q, tiles, ADDERS), or null
         dout_strides,
@@ -57,6 +77,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         heads_q,
         seqlen_q,
         head_dim_v,
+        scale,
     ):
         griddepcontrol_launch_dependents()
         # Each index is of 32 bytes: 2^32 fit nowhere.
@@ -104,14 +125,16 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
             turns[0] = 0
         if not is_null(turns) and rem(row, BLOCK_M) < ADDERS:
             turns[1 + div(div(index, LANES), BLOCK_M) * ADDERS + rem(row, BLOCK_M)] = 0
-        row_lse = float32(INF)
+        lse_in_scores = float32(0)
         if row < seqlen_q:
             at = int64(head) * seqlen_q + row
-            row_lse = float32(INF) if lse[at] == -INF else lse[at] * float32(LOG2E)
+            lse_in_scores = float32(0) if lse[at] == -INF else lse[at] / float32(scale)
             if not is_null(dlse):
                 total -= dlse[at]
-        stats = advance(stats, (int64(head) * rows + (row >> 1) * 2) * 2 + (row & 1))
-        stats[0] = row_lse
-        stats[2] = total
+        of_tile = reinterpret(uint32, stats)
+        of_tile = advance(of_tile, int64(div(div(index, LANES), BLOCK_M)) * (BLOCK_M * 8))
+        of_tile = advance(of_tile, rem(row, BLOCK_M) * 4)
+        store_three_bfloat16(of_tile, -lse_in_scores)
+        store_three_bfloat16(advance(of_tile, BLOCK_M * 4), -total)
 
     return kernel

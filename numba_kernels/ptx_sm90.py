@@ -14,7 +14,7 @@ from .ptx_sm80 import assembly, elements, store_fields
 _WORD = ir.IntType(32)
 _LONG = ir.IntType(64)
 _VOID = ir.VoidType()
-int32, uint32 = types.int32, types.uint32
+int32, uint32, uint64 = types.int32, types.uint32, types.uint64
 
 
 def _statement(text, constraints, *kinds):
@@ -276,6 +276,14 @@ def wgmma_descriptor(_typing, _address, _offset):
         return builder.or_(_LONG(swizzle_128 | stride), builder.zext(lower, _LONG))
 
     return types.uint64(uint32, int32), codegen
+
+
+# The descriptor of an operand that is not swizzled: of its 8 x 8 matrices, each in 128 bytes, the
+# next one along the sums' axis is `leading` bytes on, and the next one across it `stride`.
+@cuda.jit(device=True, forceinline=True)
+def wgmma_plain_descriptor(shared, leading, stride):
+    lower = uint32(uint32(leading >> 4) << 16 | uint32(shared & 0x3FFFF) >> 4)
+    return uint64(uint64(stride >> 4) << 32 | lower)
 
 
 # acc (+)= a b, where a is 64 x 16 and b 16 x N. Both lie in shared memory with the sums' axis along

@@ -13,7 +13,7 @@ Twin: cuda_src/warpgroups.cuh.
 from numba import cuda
 from numba.cuda import types
 
-from .common import INF, advance, copy16, reinterpret, warp_max
+from .common import INF, advance, copy16, reinterpret, store16, warp_max
 from .ptx_sm80 import cvt_rn_x2, ex2_approx, st_shared_x4
 from .ptx_sm90 import (
     bar_sync,
@@ -31,6 +31,7 @@ from .ptx_sm90 import (
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
+    wgmma_plain_descriptor,
     wgmma_rs,
     wgmma_ss,
     wgmma_ss_trans,
@@ -88,25 +89,71 @@ def clear_rows(ROWS, COLS, THREADS):
     return function
 
 
-# Starts acc = sum over d < DEPTH of a[row, d] * b[col, d], for 64 rows of a tile of A_ROWS and all
+# acc (+)= sum over d < DEPTH of a[row, d] * b[col, d], for 64 rows of a tile of A_ROWS and all
 # B_ROWS of b: both have the sums' axis along their rows.
-def start_nt(T, DEPTH, A_ROWS, B_ROWS):
-    multiply, fence = wgmma_ss(T, B_ROWS), register_fence(B_ROWS // 2)
+def multiply_nt(T, DEPTH, A_ROWS, B_ROWS):
+    multiply = wgmma_ss(T, B_ROWS)
 
     @cuda.jit(device=True, forceinline=True)
-    def function(acc, a, b):
+    def function(acc, a, b, accumulate):
         a = wgmma_address(a, 16)
         b = wgmma_address(b, 16)
-        fence(acc, 0)
-        wgmma_fence()
         for d in range(DEPTH // 16):
             col, panel = (d & 3) * 32, d >> 2
             from_a = wgmma_descriptor(a, panel * (A_ROWS * 128) + col)
             from_b = wgmma_descriptor(b, panel * (B_ROWS * 128) + col)
-            multiply(acc, 0, from_a, from_b, d > 0)
+            multiply(acc, 0, from_a, from_b, accumulate or d > 0)
+
+    return function
+
+
+# Starts that product, without what acc held.
+def start_nt(T, DEPTH, A_ROWS, B_ROWS):
+    multiply, fence = multiply_nt(T, DEPTH, A_ROWS, B_ROWS), register_fence(B_ROWS // 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b):
+        fence(acc, 0)
+        wgmma_fence()
+        multiply(acc, a, b, False)
         wgmma_commit_group()
 
     return function
+
+
+# Starts it from a number of each column: the sum of three of the bfloat16 that lie in 16 bytes of
+# its own from `of_cols` on. `ones` (store_ones) times those is a product too.
+def start_nt_from(T, DEPTH, A_ROWS, B_ROWS):
+    multiply, fence = multiply_nt(T, DEPTH, A_ROWS, B_ROWS), register_fence(B_ROWS // 2)
+    multiply_ones = wgmma_ss(types.bfloat16, B_ROWS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def function(acc, a, b, ones, of_cols):
+        fence(acc, 0)
+        wgmma_fence()
+        # All rows of `ones` are the same, and its other half, of zeros, meets those bytes again.
+        from_ones = wgmma_plain_descriptor(ones, 128, 0)
+        multiply_ones(acc, 0, from_ones, wgmma_plain_descriptor(of_cols, 0, 128), False)
+        multiply(acc, a, b, True)
+        wgmma_commit_group()
+
+    return function
+
+
+# Eight rows of three ones and 13 zeros, by 16 threads: ONES_BYTES of shared memory.
+ONES_BYTES = 256
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_ones(ones, thread):
+    row = cuda.local.array(4, uint32)
+    for i in range(4):
+        row[i] = 0
+    if thread < 8:  # as bfloat16
+        row[0] = 0x3F803F80
+        row[1] = 0x3F80
+    store16(reinterpret(uint32, ones), thread * 4, row, 0)
+    fence_proxy_async()
 
 
 # Starts acc += sum over d < DEPTH of a[row, d] * b[d, col], where a is in registers and b has COLS

@@ -90,7 +90,7 @@ ATTENTION_DELTA = Signature(
 ATTENTION_ROW_STATS = Signature(
     "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, int* turns, "
     "Strides dout_strides, Strides out_strides, "
-    "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
+    "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v, double scale"
 )
 
 
@@ -333,12 +333,12 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if problem.softcap or problem.has_q_lengths or problem.has_kv_lengths:
         raise NotWrittenError("its backward takes no softcap, no q_lengths and no kv_lengths")
-    if problem.scale <= 0:
-        raise NotWrittenError(f"its backward takes a positive scale, not {problem.scale}")
+    if problem.scale < 1e-30:  # lse / scale is to be a float32
+        raise NotWrittenError(f"its backward takes scales from 1e-30 on, not {problem.scale}")
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
     wide = dim == 256  # more of dk and dv than a warpgroup has registers for
-    q_stages, dout_stages = {64: (3, 2), 128: (3, 3), 256: (2, 1)}[dim]
+    q_stages, dout_stages = {64: (3, 2), 128: (3, 2), 256: (2, 1)}[dim]
     adders = 2 if wide else 1
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -354,7 +354,8 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         + (q_stages + dout_stages) * queries
         + (3 if wide else 2) * (2 * tile.block_n * tile.block_m)  # ds, and p
         + 4 * tile.block_m * dim // adders  # dq
-        + q_stages * 8 * tile.block_m  # lse and delta
+        + q_stages * 32 * tile.block_m  # lse and delta
+        + 256  # ones
         + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2 * adders)
         + 8
     )
@@ -380,7 +381,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
             _round_dq(problem, tiles, tile.block_m, dim),
         ),
         (
-            Workspace("stats", (tiles, 2 * tile.block_m), problem.acc_dtype),
+            Workspace("stats", (tiles, 8 * tile.block_m), problem.acc_dtype),
             Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
             *_turns(problem, adders * tiles, zeroed=False),
         ),
