@@ -22,6 +22,7 @@
 // Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
+#include "block_tiles.cuh"
 #include "warpgroups.cuh"
 
 template <typename T,
@@ -93,24 +94,18 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   // 1. Which key rows are ours
   uint32 ticket = DETERMINISTIC ? *ticket_smem : blockIdx.x;
-  uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
-  HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
-  int heads_each = uint32(heads_q) / uint32(heads_kv);
-  int batch_index = at.head / uint32(heads_kv), head_kv = at.head % uint32(heads_kv);
-  int k_tile = at.tile, k_start = k_tile * BLOCK_N;
-  KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
-  int q_first = first_query<FEATURES>(band, k_start);
-  int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
-  int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
-  int tile_first = q_first / BLOCK_M;
-  int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
-  int steps = heads_each * (tile_end - tile_first);
+  KeyTile keys = key_tile<BLOCK_M, BLOCK_N, FEATURES>(ticket, score, batch, heads_kv, seqlen_q,
+                                                      seqlen_k, heads_at_a_time);
+  KeyRange band = keys.band;
+  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.start;
+  int heads_each = uint32(heads_q) / uint32(heads_kv), tiles_q = cdiv(seqlen_q, int64(BLOCK_M));
+  int steps = heads_each * (keys.query_end - keys.query_first);
   // First to last, or where the later ones are done first, last to first; then the next head.
   int head = head_kv * heads_each;
-  int q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+  int q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
   auto next_query_tile = [&]() {
-    if (DETERMINISTIC ? --q_tile < tile_first : ++q_tile == tile_end) {
-      q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+    if (DETERMINISTIC ? --q_tile < keys.query_first : ++q_tile == keys.query_end) {
+      q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
       ++head;
     }
   };
@@ -125,7 +120,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_wait(dq_full, step & 1);
         int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile, turn = 0;
         if (DETERMINISTIC) {
-          turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
+          turn = keys.tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
           while (ld_acquire(turns + 1 + query_tile) != turn) {
           }
           fence_proxy_async_global();
@@ -328,10 +323,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // 5 (consumers). Scale and store
-  int keys = int(seqlen_k) - (k_start + warp_key);
+  int rows = int(seqlen_k) - (k_start + warp_key);
   float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
   store_rows(dk + offset_of(dk_strides, batch_index, head_kv, k_start + warp_key), dk_strides.row,
-             dk_acc[0], scale, keys, int(head_dim));
+             dk_acc[0], scale, rows, int(head_dim));
   store_rows(dv + offset_of(dv_strides, batch_index, head_kv, k_start + warp_key), dv_strides.row,
-             dv_acc[0], one, keys, int(head_dim_v));
+             dv_acc[0], one, rows, int(head_dim_v));
 }

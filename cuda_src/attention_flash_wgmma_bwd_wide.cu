@@ -18,6 +18,7 @@
 // Registers:     half of dk and dv, and by turns one product of 64 x 64, parts of dq, p in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd_wide.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
+#include "block_tiles.cuh"
 #include "warpgroups.cuh"
 
 template <typename T,
@@ -85,24 +86,18 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
 
   // 1. Which key rows are ours
   uint32 ticket = DETERMINISTIC ? *ticket_smem : blockIdx.x;
-  uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
-  HeadTile at = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time));
-  int heads_each = uint32(heads_q) / uint32(heads_kv);
-  int batch_index = at.head / uint32(heads_kv), head_kv = at.head % uint32(heads_kv);
-  int k_tile = at.tile, k_start = k_tile * BLOCK_N;
-  KeyRange band = key_range<FEATURES>(score, batch_index, seqlen_q, seqlen_k);
-  int q_first = first_query<FEATURES>(band, k_start);
-  int q_last = last_query<FEATURES>(band, k_start + BLOCK_N);
-  int tiles_q = int(cdiv(seqlen_q, int64(BLOCK_M)));
-  int tile_first = q_first / BLOCK_M;
-  int tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : tile_first;
-  int steps = heads_each * (tile_end - tile_first);
+  KeyTile keys = key_tile<BLOCK_M, BLOCK_N, FEATURES>(ticket, score, batch, heads_kv, seqlen_q,
+                                                      seqlen_k, heads_at_a_time);
+  KeyRange band = keys.band;
+  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.start;
+  int heads_each = uint32(heads_q) / uint32(heads_kv), tiles_q = cdiv(seqlen_q, int64(BLOCK_M));
+  int steps = heads_each * (keys.query_end - keys.query_first);
   // First to last, or where the later ones are done first, last to first; then the next head.
   int head_tiles = (batch_index * int(heads_q) + head_kv * heads_each) * tiles_q;
-  int q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+  int q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
   auto next_query_tile = [&]() {
-    if (DETERMINISTIC ? --q_tile < tile_first : ++q_tile == tile_end) {
-      q_tile = DETERMINISTIC ? tile_end - 1 : tile_first;
+    if (DETERMINISTIC ? --q_tile < keys.query_first : ++q_tile == keys.query_end) {
+      q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
       head_tiles += tiles_q;
     }
   };
@@ -119,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
         int* counter = turns + 1 + 2 * query_tile + adder;
         mbarrier_wait(dq_full + 8 * adder, part & 1);
         if (DETERMINISTIC && part % PARTS == 0) {
-          turn = k_tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
+          turn = keys.tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
           while (ld_acquire(counter) != turn) {
           }
           fence_proxy_async_global();
@@ -337,10 +332,10 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   }
 
   // 5 (consumers). Scale and store
-  int key = k_start + warp * 16, keys = int(seqlen_k) - key, col = group * COLS;
+  int key = k_start + warp * 16, rows = int(seqlen_k) - key, col = group * COLS;
   float scale[2] = {float(score.scale), float(score.scale)}, one[2] = {1, 1};
   store_rows(dk + offset_of(dk_strides, batch_index, head_kv, key) + col, dk_strides.row, dk_acc,
-             scale, keys, int(head_dim) - col);
+             scale, rows, int(head_dim) - col);
   store_rows(dv + offset_of(dv_strides, batch_index, head_kv, key) + col, dv_strides.row, dv_acc[0],
-             one, keys, int(head_dim_v) - col);
+             one, rows, int(head_dim_v) - col);
 }

@@ -17,7 +17,7 @@
 // Registers:     scores, p and output of 64 rows a consumer, which the producers leave room for
 // Twin:          numba_kernels/attention_flash_wgmma_fwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
-#include "query_tiles.cuh"
+#include "block_tiles.cuh"
 #include "warpgroups.cuh"
 
 template <typename T,

@@ -85,7 +85,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   float lse_in_scores = 0;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;
-    lse_in_scores = lse[at] == -INF ? 0 : lse[at] / float(scale);
+    lse_in_scores = lse[at] / float(scale);
     if (dlse) sum -= dlse[at];
   }
   uint4* of_tile = reinterpret_cast<uint4*>(stats) + int64(index / LANES / BLOCK_M) * (BLOCK_M * 2);

@@ -23,12 +23,12 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
+from .block_tiles import key_tile
 from .common import (
     LOG2E,
     advance,
     cdiv,
     div,
-    head_tile,
     offset_of,
     reinterpret,
     rem,
@@ -66,7 +66,7 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, first_query, key_range, last_query, tile_is_unmasked
+from .scores import first_key, tile_is_unmasked
 from .warpgroups import (
     ONES_BYTES,
     hide_transposed,
@@ -174,19 +174,13 @@ def attention_flash_wgmma_bwd_wide(
 
         # 1. Which key rows are ours
         ticket = uint32(ticket_smem[0] if DETERMINISTIC else cuda.blockIdx.x)
-        tiles_k = uint32(cdiv(uint32(seqlen_k), BLOCK_N))
-        heads_total = uint32(batch * heads_kv)
-        of_all, tile = head_tile(ticket, tiles_k, heads_total, uint32(heads_at_a_time))
+        at = key_tile(
+            BLOCK_M, BLOCK_N, FEATURES, ticket, score, batch, heads_kv, seqlen_q, seqlen_k,
+            heads_at_a_time,
+        )  # fmt: skip
+        batch_index, head_kv, k_tile, k_start, tile_first, tile_end, band = at
         heads_each = int32(div(uint32(heads_q), uint32(heads_kv)))
-        batch_index = int32(div(of_all, uint32(heads_kv)))
-        head_kv = int32(rem(of_all, uint32(heads_kv)))
-        k_tile, k_start = int32(tile), int32(tile * BLOCK_N)
-        band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
-        q_first = first_query(FEATURES, band, k_start)
-        q_last = last_query(FEATURES, band, int32(k_start + BLOCK_N))
         tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
-        tile_first = int32(div(q_first, BLOCK_M))
-        tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
         steps = uint32(heads_each * (tile_end - tile_first))
         # First to last, or where the later ones are done first, last to first; then the next head.
         head_tiles = int32((batch_index * int32(heads_q) + head_kv * heads_each) * tiles_q)

@@ -22,6 +22,7 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
+from .block_tiles import QueryTile, get_tile, own_end, put_tile, query_tile
 from .common import INF, LN2, LOG2E, cdiv, div, rem, warp_sum
 from .ptx_sm80 import atom_inc, lg2_approx, rcp_approx, shared_address
 from .ptx_sm90 import (
@@ -36,7 +37,6 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .query_tiles import QueryTile, get_tile, own_end, put_tile, query_tile
 from .scores import (
     ANY_SCALE,
     KV_LENGTHS,

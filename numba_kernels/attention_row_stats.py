@@ -128,7 +128,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         lse_in_scores = float32(0)
         if row < seqlen_q:
             at = int64(head) * seqlen_q + row
-            lse_in_scores = float32(0) if lse[at] == -INF else lse[at] / float32(scale)
+            lse_in_scores = lse[at] / float32(scale)
             if not is_null(dlse):
                 total -= dlse[at]
         of_tile = reinterpret(uint32, stats)

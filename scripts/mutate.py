@@ -41,7 +41,7 @@ ATTENTION = ("attention_flash_mma", "attention_flash_simt", "attention_tiled", "
 SHARED = {
     "scores": ATTENTION,
     "fragments": ("attention_flash_mma",),
-    "query_tiles": ("attention_flash_wgmma",),
+    "block_tiles": ("attention_flash_wgmma",),
     "warpgroups": ("attention_flash_wgmma",),
     "attention_dq": ("attention_flash_mma",),
     "attention_merge": ("attention_flash_mma",),

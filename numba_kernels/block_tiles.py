@@ -1,6 +1,6 @@
-"""Query tiles that a block takes in turn, and what it has to know of each.
+"""Tiles that a block takes, and what it has to know of each.
 
-Twin: cuda_src/query_tiles.cuh.
+Twin: cuda_src/block_tiles.cuh.
 """
 
 from collections import namedtuple
@@ -9,7 +9,7 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import cdiv, div, head_tile, rem
-from .scores import KeyRange, first_key, key_range, last_key
+from .scores import KeyRange, first_key, first_query, key_range, last_key, last_query
 
 int32, uint32 = types.int32, types.uint32
 
@@ -58,3 +58,26 @@ def own_end(FEATURES, t, q_first):
     if q_first >= t.band.q_length:
         return int32(t.k_start + 1)
     return int32(max(t.k_start + 1, last_key(FEATURES, t.band, int32(q_first + 64))))
+
+
+# A key tile, and the query tiles of a head that have to do with it: some row of each sees some key.
+KeyTile = namedtuple("KeyTile", "batch_index head tile start query_first query_end band")
+
+
+# The tile-th one: of each head the first ones, which most queries see, come first.
+@cuda.jit(device=True, forceinline=True)
+def key_tile(
+    BLOCK_M, BLOCK_N, FEATURES, tile, score, batch, heads_kv, seqlen_q, seqlen_k, heads_at_a_time
+):
+    tiles_k = uint32(cdiv(uint32(seqlen_k), BLOCK_N))
+    heads_total = uint32(batch * heads_kv)
+    head, tile = head_tile(tile, tiles_k, heads_total, uint32(heads_at_a_time))
+    batch_index = int32(div(head, uint32(heads_kv)))
+    head = int32(rem(head, uint32(heads_kv)))
+    tile, start = int32(tile), int32(tile * BLOCK_N)
+    band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
+    q_first = first_query(FEATURES, band, start)
+    q_last = last_query(FEATURES, band, int32(start + BLOCK_N))
+    first = int32(div(q_first, BLOCK_M))
+    end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else first)
+    return KeyTile(batch_index, head, tile, start, first, end, band)

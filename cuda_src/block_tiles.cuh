@@ -1,5 +1,5 @@
-// Query tiles that a block takes in turn, and what it has to know of each.
-// Twin: numba_kernels/query_tiles.py
+// Tiles that a block takes, and what it has to know of each.
+// Twin: numba_kernels/block_tiles.py
 #pragma once
 
 #include "scores.cuh"
@@ -37,4 +37,34 @@ template <int FEATURES>
 __device__ __forceinline__ int own_end(const QueryTile& t, int q_first) {
   if (q_first >= t.band.q_length) return t.k_start + 1;
   return max(t.k_start + 1, last_key<FEATURES>(t.band, q_first + 64));
+}
+
+// A key tile, and the query tiles of a head that have to do with it: some row of each sees some key.
+struct KeyTile {
+  int batch_index, head, tile, start, query_first, query_end;
+  KeyRange band;
+};
+
+// The tile-th one: of each head the first ones, which most queries see, come first.
+template <int BLOCK_M, int BLOCK_N, int FEATURES, typename Acc>
+__device__ __forceinline__ KeyTile key_tile(uint32 tile,
+                                            const ScoreParams<Acc>& score,
+                                            int64 batch,
+                                            int64 heads_kv,
+                                            int64 seqlen_q,
+                                            int64 seqlen_k,
+                                            int64 heads_at_a_time) {
+  uint32 tiles_k = cdiv(uint32(seqlen_k), uint32(BLOCK_N)), heads_total = uint32(batch * heads_kv);
+  HeadTile at = head_tile(tile, tiles_k, heads_total, uint32(heads_at_a_time));
+  KeyTile t;
+  t.batch_index = at.head / uint32(heads_kv);
+  t.head = at.head % uint32(heads_kv);
+  t.tile = at.tile;
+  t.start = t.tile * BLOCK_N;
+  t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
+  int q_first = first_query<FEATURES>(t.band, t.start);
+  int q_last = last_query<FEATURES>(t.band, t.start + BLOCK_N);
+  t.query_first = q_first / BLOCK_M;
+  t.query_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : t.query_first;
+  return t;
 }
