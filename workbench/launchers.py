@@ -338,7 +338,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
     dim = _padded(head_dim)
     tile = FLASH_WGMMA_TILES[False, dim][0]
     wide = dim == 256  # more of dk and dv than a warpgroup has registers for
-    q_stages, dout_stages = {64: (3, 2), 128: (3, 2), 256: (2, 1)}[dim]
+    q_stages, dout_stages = (2, 1) if wide else (3, 2)
     adders = 2 if wide else 1
     constants = (
         ("T", problem.dtype), ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n),
@@ -353,9 +353,9 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         2 * keys
         + (q_stages + dout_stages) * queries
         + (3 if wide else 2) * (2 * tile.block_n * tile.block_m)  # ds, and p
-        + 4 * tile.block_m * dim // adders  # dq
         + q_stages * 32 * tile.block_m  # lse and delta
         + 256  # ones
+        + 4 * tile.block_m * dim // adders  # dq
         + 8 * (2 + 2 * q_stages + 2 * dout_stages + 2 * adders)
         + 8
     )
@@ -413,13 +413,18 @@ def _heads_at_a_time(problem: Problem, heads: int, blocks: int = 1) -> tuple[tup
     Few, so that what several blocks read, and in the backward add to, stays in the L2 cache: there,
     with `blocks` a head, no more heads than all multiprocessors work on at once. But with tiles of
     all lengths the long ones should come first, and blocks that add in turn wait for others of
-    their head.
+    their head: then as many heads as the cache holds, or half of it where all tiles are long.
     """
     at_once = cdiv(MULTIPROCESSORS, max(1, blocks))
     if problem.op == "attention":
         most = 32 if problem.has_range else 16
+    elif problem.deterministic:
+        # q, k, v and dout, and dq in fp32
+        a_head = 12 * max(1, problem.seqlen_q) * max(1, problem.head_dim)
+        in_cache = L2_BYTES // a_head
+        most = max(in_cache, min(16, 4 * at_once)) if problem.has_range else max(2, in_cache // 2)
     else:
-        most = min(16, 4 * at_once) if problem.deterministic else min(8, at_once)
+        most = min(8, at_once)
     return (("heads_at_a_time", max(1, min(problem.batch * heads, most))),)
 
 
@@ -706,6 +711,7 @@ FLASH_WGMMA_TILES = {
     (False, 256): (Tile(64, 64, 384, RANGE),),
 }
 MULTIPROCESSORS = 132  # of an H100 or H200: each has one block, that stays
+L2_BYTES = 50 * 2**20  # of the same
 FULL_GRID = 264  # blocks: two for each multiprocessor of a large GPU
 SHORT = 2048  # queries, above which a partly filled grid of large tiles is faster than small ones
 # Few queries: a warp a block and several blocks a multiprocessor, so that loads are always under
