@@ -8,8 +8,7 @@
 // Sums of q k^T and of dout v^T start from those (warpgroups, start_nt_from). Then no thread reads
 // them, which would take a twelfth of the time of shared memory, what bounds those kernels. Each is
 // the sum of three bfloat16, in 16 bytes: they hold the 24 bits of a float. Rows are padded to
-// whole tiles: q and dout are zero there, and so is what they add. Where a row sees no key, all of
-// its scores are hidden.
+// whole tiles: there, and where a row sees no key, scores are hidden whatever lse is.
 //
 // Work split:    HEAD_DIM / 8 threads take a row, 16 bytes each, and add up by shuffles
 // Shared memory: none

@@ -626,7 +626,7 @@ def test_a_dependent_launch_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatc
         words = ctypes.string_at(ctypes.addressof(config._obj), 56)
         attribute = ctypes.string_at(struct.unpack_from("<Q", words, 40)[0], 72)
         told.append((struct.unpack("<7I4xQ8xI4x", words), attribute, function.value, parameters))
-        assert extra.value == ctypes.addressof(packet)
+        assert extra._obj is packet
         return len(told) - 1  # CUDA_SUCCESS, then an error
 
     monkeypatch.setattr(compiler, "_launch_kernel_ex", lambda: driver)

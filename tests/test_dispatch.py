@@ -9,7 +9,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +25,7 @@ from workbench import (
     attention_backward,
     dispatch,
     merge_attention,
+    plan,
     reference,
     vector_add,
 )
@@ -92,6 +95,75 @@ assert not loaded, loaded
 def test_a_backend_loads_only_what_it_needs() -> None:
     root = Path(workbench.__file__).parents[1]
     subprocess.run([sys.executable, "-c", LAZY], check=True, cwd=root)
+
+
+class _Stream:
+    """A stream that only knows whether it captures; what is started on it is counted."""
+
+    def __init__(self, graph: Any = None, **_: Any) -> None:
+        self.ptr, self.graph = id(self), graph
+
+    def begin_capture(self) -> None:
+        pass
+
+    def end_capture(self) -> Any:
+        if self.graph is None:
+            raise RuntimeError("no graphs here")
+        return self.graph
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_plan_makes_a_graph_of_what_comes_often(
+    possible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU. Where the driver cannot make one, it is asked once and all goes on."""
+    launched, started, made = [], [], []
+    graph = SimpleNamespace(launch=launched.append) if possible else None
+
+    def stream(**options: Any) -> _Stream:
+        made.append(options)
+        return _Stream(graph)
+
+    monkeypatch.setattr(plan, "_relaxed_capture", nullcontext)
+    current = _Stream()
+    cuda = SimpleNamespace(
+        Stream=stream,
+        driver=SimpleNamespace(CUDADriverError=OSError),
+        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
+    )
+    tried = object.__new__(plan.Plan)
+    tried._cupy = SimpleNamespace(cuda=cuda)
+    tried._current_stream = lambda: current
+    tried._workspace_bytes, tried._calls = 0, {}
+    tried._graphs_left = plan._MOST_GRAPHS
+    monkeypatch.setattr(
+        tried, "_starts", lambda on, *_: [lambda: started.append(on)], raising=False
+    )
+    for _ in range(plan._OFTEN):
+        tried.run({"q": 1}, captured=False)
+    assert started == [current.ptr] * plan._OFTEN + [started[-1]]
+    assert started[-1] != current.ptr
+    assert len(made) == 1
+    before = len(started)
+    for _ in range(3):
+        tried.run({"q": 1}, captured=False)
+    assert launched == ([current] * 3 if possible else [])
+    assert len(started) == before + (0 if possible else 3)
+    tried.run({"q": 1}, captured=True)  # into the caller's graph, kernel by kernel
+    tried.run({"q": 2}, captured=False)
+    assert started[-2:] == [current.ptr] * 2
+    assert len(made) == 1
+
+
+def test_graphs_outlive_the_addresses_that_came_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = object.__new__(plan.Plan)
+    tried._current_stream, tried._workspace_bytes = _Stream, 0
+    tried._calls = {i: plan._Call([], graph=i or None) for i in range(plan._MOST)}
+    monkeypatch.setattr(tried, "_starts", lambda *_: [], raising=False)
+    tried._graphs_left = 0
+    tried.run({"q": 1}, captured=False)
+    assert len(tried._calls) == plan._MOST
+    assert 0 not in tried._calls
 
 
 def test_the_host_answers_the_same_from_many_threads() -> None:
@@ -488,6 +560,64 @@ def test_vector_add_is_captured_too(backend: str) -> None:
 
 @pytest.mark.gpu
 @languages
+@pytest.mark.usefixtures("fresh")
+def test_a_call_that_comes_often_is_one_graph(backend: str) -> None:
+    """New data at the same addresses, on both kinds of stream; and a capture of such a call."""
+    import cupy
+
+    q, k, v, dout = to_gpu(*inputs(np.float16), array(B, HQ, NQ, D, seed=9, dtype=np.float16))
+    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
+        graphs = 0
+        for seed in range(plan._OFTEN + 8):
+            new = [*inputs(np.float16, seed), array(B, HQ, NQ, D, seed=seed, dtype=np.float16)]
+            for x, y in zip((q, k, v, dout), new, strict=True):
+                x.set(y)
+            cupy.cuda.Device().synchronize()
+            with stream:
+                out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
+                grads = attention_backward(
+                    dout, q, k, v, out, lse, causal=True, deterministic=True, backend=backend
+                )[:3]
+                stream.synchronize()
+            visible = np.tri(NQ, NK, NK - NQ, dtype=bool)
+            wants = reference.backward(new[3], *new[:3], visible=visible, scale=D**-0.5)[:3]
+            close(out, answer(*new[:3], visible=visible)[0], np.float16)
+            for got, want in zip(grads, wants, strict=True):
+                close(got, want, np.float16)
+            del out, lse, grads
+            calls = [call for p in dispatch._plans.values() for call in p._calls.values()]
+            graphs = sum(call.graph is not None for call in calls)
+        assert graphs >= 2
+    with stream:
+        stream.begin_capture()
+        out = attention(q, k, v, causal=True, backend=backend)
+        graph = stream.end_capture()
+        out[...] = np.nan
+        graph.launch(stream)
+        stream.synchronize()
+    close(out, answer(*new[:3], visible=visible)[0], np.float16)
+
+
+@pytest.mark.gpu
+@languages
+def test_threads_may_share_an_output(backend: str) -> None:
+    """The same sum into the same array: the same addresses, and so the same graph."""
+    import cupy
+
+    a, b = to_gpu(array(1000, seed=1), array(1000, seed=2))
+    out = cupy.empty_like(a)
+
+    def work(_: int) -> None:
+        for _ in range(200):
+            vector_add(a, b, out=out, backend=backend)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    np.testing.assert_array_equal(out.get(), a.get() + b.get())
+
+
+@pytest.mark.gpu
+@languages
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
 def test_four_threads_on_four_streams(known: bool, backend: str) -> None:
     """E16: the same call from four threads on four streams, and calls that differ."""
@@ -507,6 +637,10 @@ def test_four_threads_on_four_streams(known: bool, backend: str) -> None:
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             outs = [attention(*gpu[i], backend=backend) for _ in range(8)]
+            for _ in range(2 * plan._OFTEN):  # at the same addresses
+                last = attention(*gpu[i], backend=backend)
+                stream.synchronize()
+                del last
             outs.append(attention(*gpu[i], scale=0.1 * (i + 1), backend=backend))
             stream.synchronize()
             return [x.get(stream=stream) for x in outs]

@@ -710,8 +710,7 @@ def prepare(
     Parameters
     ----------
     words : ctypes array of c_uint64
-        A copy of a `packet` with the arrays' addresses in it, which has to live as long as what is
-        returned.
+        A copy of a `packet` with the arrays' addresses in it, not to be changed any more.
     dependent : bool
         Let it start before the launch in front of it has ended: the kernel waits for that itself.
         CUDA Programming Guide, "Programmatic Dependent Launch"; from sm_90 on.
@@ -727,5 +726,5 @@ def prepare(
     words[3] = base + 8 * _SIZE_WORD
     shape = (grid, 1, 1, block, 1, 1, shared_memory)
     config = ctypes.byref(_LaunchConfig(*shape, stream, _ATTRIBUTES, int(dependent)))
-    function, extra = ctypes.c_void_p(kernel.function), ctypes.c_void_p(base)
-    return functools.partial(_launch_kernel_ex(), config, function, None, extra)
+    function = ctypes.c_void_p(kernel.function)
+    return functools.partial(_launch_kernel_ex(), config, function, None, ctypes.byref(words))

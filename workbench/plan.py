@@ -1,15 +1,17 @@
 """A problem's launches bound to one GPU: loaded, packed, and ready but for the addresses.
 
 This is what a repeated call runs, so it does as little as it can: the allocations and the launches,
-which are kept ready for the addresses that came before.
+which are kept ready for the addresses that came before, and at last are one graph.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench import compile as compiler
@@ -25,6 +27,8 @@ from workbench.tensormaps import encode_tiled
 
 _WORKSPACE_ALIGNMENT = 256  # bytes, as of any allocation
 _MOST = 1024  # addresses of a plan, as many as a program is likely to go round in
+_OFTEN = 16  # calls on the same addresses, after which the time that a graph takes is well spent
+_MOST_GRAPHS = 64  # of a plan: each takes some memory of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,19 @@ class _Bound:
     dependent: bool
     slots: tuple[tuple[int, str], ...]  # word of the packet, name of the array whose address it is
     maps: tuple[tuple[int, TensorMap], ...]  # first word of a tensor map, and what it is of
+
+
+@dataclass(slots=True)
+class _Call:
+    """What a call on certain addresses starts, one by one; and once it is known, as a graph.
+
+    To launch a graph costs the host less than to launch one kernel.
+    """
+
+    starts: list[Callable[[], int | None]]  # each returns the driver's CUresult, or None
+    uses: int = 0
+    graph: Any = None  # cupy.cuda.Graph
+    lock: threading.Lock = field(default_factory=threading.Lock)  # no graph is for two threads
 
 
 class Plan:
@@ -65,7 +82,8 @@ class Plan:
         values = argument_values(problem)
         self._problem = problem
         self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
-        self._ready: dict[Any, list[tuple[Callable[[], int], Any]]] = {}
+        self._calls: dict[Any, _Call] = {}
+        self._graphs_left = _MOST_GRAPHS
         with cupy.cuda.Device(device):
             launches = [launch for launch in work.launches if launch.grid]
             # The first one never overlaps: in front of it is what others have launched.
@@ -114,28 +132,57 @@ class Plan:
         if self._workspace_bytes:
             memory = self._allocate()
             workspace = memory.ptr
-            for space, offset in self._offsets:
-                if space.zeroed:
-                    (memory + offset).memset_async(0, space.nbytes, stream)
             if captured:
                 keep(memory)
         key = (stream.ptr, workspace, tuple(pointers), tuple(pointers.values()))
-        launches = self._ready.get(key)
-        if launches is None:
-            launches = self._prepare(stream.ptr, workspace, pointers)
-            if len(self._ready) >= _MOST:
-                self._ready.clear()
-            self._ready[key] = launches
-        for start, _ in launches:
+        call = self._calls.get(key)
+        if call is None:
+            call = _Call(self._starts(stream.ptr, workspace, pointers))
+            if len(self._calls) >= _MOST:
+                self._calls = {k: old for k, old in self._calls.items() if old.graph is not None}
+            self._calls[key] = call
+        if captured:
+            self._start(call.starts)
+            return
+        if call.graph is not None:
+            with call.lock:
+                call.graph.launch(stream)
+            return
+        self._start(call.starts)
+        call.uses += 1
+        if call.uses >= _OFTEN and self._graphs_left > 0:
+            call.graph = self._graph(workspace, pointers)
+            self._graphs_left = self._graphs_left - 1 if call.graph is not None else 0
+
+    def _start(self, starts: list[Callable[[], int | None]]) -> None:
+        for start in starts:
             if status := start():
                 raise self._cupy.cuda.driver.CUDADriverError(status)
 
-    def _prepare(
+    def _graph(self, workspace: int, pointers: dict[str, int]) -> Any:
+        """The launches on these addresses as a graph, or None if the driver cannot make it."""
+        with _relaxed_capture():
+            stream = self._cupy.cuda.Stream(non_blocking=True)
+            starts = self._starts(stream.ptr, workspace, pointers)
+            stream.begin_capture()
+            with suppress(self._cupy.cuda.driver.CUDADriverError):  # it spoils the capture, too
+                self._start(starts)
+            with suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                return stream.end_capture()
+            return None
+
+    def _starts(
         self, stream: int, workspace: int, pointers: dict[str, int]
-    ) -> list[tuple[Callable[[], int], Any]]:
-        """The launches on a stream and on these addresses, with the words that they read."""
+    ) -> list[Callable[[], int | None]]:
+        """What to start on a stream and on these addresses: zeros, then the launches."""
         addresses = pointers | {space.name: workspace + at for space, at in self._offsets}
-        launches = []
+        starts: list[Callable[[], int | None]] = [
+            functools.partial(
+                self._cupy.cuda.runtime.memsetAsync, workspace + at, 0, space.nbytes, stream
+            )
+            for space, at in self._offsets
+            if space.zeroed
+        ]
         for bound in self._bound:
             words = bound.words.from_buffer_copy(bound.packet)
             for index, name in bound.slots:
@@ -148,8 +195,8 @@ class Plan:
                 bound.kernel, launch.grid, launch.block, launch.shared_memory, stream, words,
                 bound.dependent,
             )  # fmt: skip
-            launches.append((start, words))
-        return launches
+            starts.append(start)
+        return starts
 
     def _tensor_map(self, chosen: TensorMap, address: int) -> bytes:
         """A map of an array of this kind of problem; all that differs is where it begins."""
