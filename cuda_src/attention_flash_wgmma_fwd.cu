@@ -326,10 +326,10 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       }
     }
     before = t;
-    if (!SEAMLESS || k_start < t.k_end) finish();
-    for (; k_start < t.k_end; k_start += BLOCK_N) pass_over();
     __syncwarp();  // all lanes have read what is known of the query tile
     free_slot(q_empty, tiles_loaded % Q_STAGES);
+    if (!SEAMLESS || k_start < t.k_end) finish();
+    for (; k_start < t.k_end; k_start += BLOCK_N) pass_over();
     ++tiles_loaded;
     mbarrier_wait(q_full + 8 * (tiles_loaded % Q_STAGES), tiles_loaded / Q_STAGES & 1);
     t = tile_smem[tiles_loaded % Q_STAGES];

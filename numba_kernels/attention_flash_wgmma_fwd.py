@@ -84,13 +84,12 @@ def attention_flash_wgmma_fwd(
     give_registers = setmaxnreg_dec(32 if CONSUMERS == 3 else 24)
     take_registers = setmaxnreg_inc((240, 160, 112)[CONSUMERS - 2])
     load_q, load_k = load_tile(BLOCK_M, HEAD_DIM), load_tile(BLOCK_N, HEAD_DIM)
-    load_v = load_tile(BLOCK_N, HEAD_DIM_V)
+    load_v, clear_v = load_tile(BLOCK_N, HEAD_DIM_V), clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
     multiply_qk = start_nt(T, HEAD_DIM, BLOCK_M, BLOCK_N)
     multiply_pv = start_rn(T, BLOCK_N, DIMS, PARTS)
     wait_for_scores, wait_for_all = wgmma_wait_group(1), wgmma_wait_group(0)
     fence_s, fence_acc = register_fence(SCORES), register_fence(PARTS * (DIMS // 2))
     hide_scores, softmax = hide(FEATURES, SCORES), running_softmax(SCORES)
-    clear_v = clear_rows(BLOCK_N, HEAD_DIM_V, TURN)
     round_scores, send = round_fragments(T, P), send_rows(T, DIMS // 2)
     wait_for_reads = cp_async_bulk_wait_group_read(0)
 
@@ -398,16 +397,14 @@ def attention_flash_wgmma_fwd(
 
         while k_start < t.k_end:
             if p_is_left:
-                masked = not unmasked(t, k_start)
-                step(True, masked, t, before, k_start, loaded, tiles_loaded)
+                step(True, not unmasked(t, k_start), t, before, k_start, loaded, tiles_loaded)
                 loaded = uint32(loaded + 1)
             else:
                 begin(t, k_start, loaded, tiles_loaded)
                 p_is_left = True
             # With lengths everybody stays to the last key tile, which everybody has to clear.
-            k_end = int32(t.k_end)
-            if not FEATURES & KV_LENGTHS:
-                k_end = own_end(FEATURES, t, int32(t.q_start + consumer * 64))
+            q_first = int32(t.q_start + consumer * 64)
+            k_end = t.k_end if FEATURES & KV_LENGTHS else own_end(FEATURES, t, q_first)
             k_start = int32(k_start + BLOCK_N)
             while k_start < k_end:
                 if unmasked(t, k_start):
@@ -417,6 +414,8 @@ def attention_flash_wgmma_fwd(
                 loaded = uint32(loaded + 1)
                 k_start = int32(k_start + BLOCK_N)
             before = t
+            cuda.syncwarp()  # all lanes have read what is known of the query tile
+            free_slot(q_empty, uint32(rem(tiles_loaded, Q_STAGES)))
             if not SEAMLESS or k_start < t.k_end:
                 finish(before, loaded)
                 loaded = uint32(loaded + 1)
@@ -425,9 +424,6 @@ def attention_flash_wgmma_fwd(
                 pass_over(loaded)
                 loaded = uint32(loaded + 1)
                 k_start = int32(k_start + BLOCK_N)
-            slot = uint32(rem(tiles_loaded, Q_STAGES))
-            cuda.syncwarp()  # all lanes have read what is known of the query tile
-            free_slot(q_empty, slot)
             tiles_loaded = uint32(tiles_loaded + 1)
             slot = uint32(rem(tiles_loaded, Q_STAGES))
             mbarrier_wait(uint32(q_full + 8 * slot), div(tiles_loaded, Q_STAGES) & 1)

@@ -16,7 +16,7 @@ from workbench.launchers import Launch
 
 STEMS = stems("numba")
 FILES = sorted(path for path in folder("numba").glob("*.py") if path.name != "__init__.py")
-LONGEST = 460  # lines: Python needs more than C++ for the same, a parameter a line twice
+LONGEST = 450  # lines: Python needs more than C++ for the same, a parameter a line twice
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 every_kernel = pytest.mark.parametrize("stem", STEMS)
