@@ -1,6 +1,6 @@
 // attention_dq: rounds the sum that a backward on tensor cores has formed, and puts it in rows.
 //
-//   dq = scale * dq_acc
+//   dq = scale * dq_acc, or 0 in a query tile to which nobody has added
 //
 // dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
 // each other: so every addition to it was one access, and the lanes' accesses lay side by side.
@@ -14,6 +14,7 @@
 
 template <typename T, int BLOCK_M, int HEAD_DIM>
 __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, ..)
+                             const int* turns,        // 1 + (batch, heads_q, query tiles), or null
                              T* dq,                   // (batch, heads_q, seqlen_q, head_dim)
                              Strides dq_strides,
                              int64 batch,
@@ -33,9 +34,13 @@ __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query 
 
   // 1. dq = scale * dq_acc
   griddepcontrol_wait();  // for the sum
-  acc_t<T> x[16];
+  acc_t<T> x[16] = {};
+  if (!turns || turns[1 + accumulator / ACROSS / (BLOCK_M / 16)] > 0) {
 #pragma unroll
-  for (int lane = 0; lane < 4; ++lane) load16(x + 4 * lane, dq_acc + int64(index) * 16 + 4 * lane);
+    for (int lane = 0; lane < 4; ++lane) {
+      load16(x + 4 * lane, dq_acc + int64(index) * 16 + 4 * lane);
+    }
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     acc_t<T> y[8];

@@ -10,9 +10,10 @@
 // before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
 // wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
 // the copy engine: the consumers put it into shared memory and go on, and another thread, the
-// adder, sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile
-// says whose turn it is to add: the order of the keys. Blocks then take their key tiles from a
-// counter as well: whoever waits for a turn waits for a block that has started.
+// adder, sees to the rest. attention_dq rounds it. A counter of each query tile says who is the
+// first one there, who stores instead of adding, so that no zeros have to be written and read; and
+// with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks then take their key
+// tiles from a counter as well: whoever waits for a turn waits for a block that has started.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
 //                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                               const __grid_constant__ TensorMap dout_map,  // as q_map
                               const acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 8)
                               acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-                              int* turns,        // 1 + (batch, heads_q, tiles), zeroed, or null
+                              int* turns,        // 1 + (batch, heads_q, query tiles), zeroed
                               T* dk,             // (batch, heads_kv, seqlen_k, head_dim)
                               T* dv,             // (batch, heads_kv, seqlen_k, head_dim_v)
                               Strides dk_strides,
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_init(dq_full, WARPS);
     mbarrier_init(dq_empty, 1);
     fence_mbarrier_init();
-    griddepcontrol_wait();  // for statistics, and zeros in sums and counters
+    griddepcontrol_wait();  // for statistics, and zeros in counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
   }
   __syncthreads();
@@ -117,22 +118,25 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 32) {
       // 4f (adder). dq += ds k
       for (int step = 0; step < steps; ++step) {
+        int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile;
+        int* counter = turns + 1 + query_tile;
+        acc_t<T>* sum = dq_acc + int64(query_tile) * DQ;
+        int turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : 1;
+        bool is_first = wait_for_turn<DETERMINISTIC>(counter, turn);
+        fence_proxy_async_global();
         mbarrier_wait(dq_full, step & 1);
-        int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile, turn = 0;
-        if (DETERMINISTIC) {
-          turn = keys.tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
-          while (ld_acquire(turns + 1 + query_tile) != turn) {
-          }
-          fence_proxy_async_global();
+        if (is_first) {
+          cp_async_bulk_store(sum, dq_smem, DQ * 4);
+        } else {
+          cp_reduce_async_bulk_add(sum, dq_smem, DQ * 4);
         }
-        cp_reduce_async_bulk_add(dq_acc + int64(query_tile) * DQ, dq_smem, DQ * 4);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read<0>();
         mbarrier_arrive(dq_empty);
-        if (DETERMINISTIC) {
+        if (DETERMINISTIC || is_first) {
           cp_async_bulk_wait_group<0>();
           fence_proxy_async_global();
-          st_release(turns + 1 + query_tile, turn + 1);
+          st_release(counter, turn + 1);
         }
         next_query_tile();
       }

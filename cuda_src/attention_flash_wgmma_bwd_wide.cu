@@ -8,7 +8,7 @@
 // through shared memory, p as it lies in registers and ds as a tile. The first one is half a step
 // ahead, so that one has products under way while the other computes. dv is formed as soon as p is
 // there; then dout is done with, and one slot of it will do. dq leaves in two parts of 64 columns a
-// warpgroup, each of which has an adder and, with DETERMINISTIC, a turn of its own.
+// warpgroup, each of which has an adder and counters of its own.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
 //                warpgroup of which one thread produces and two add, and two that have half of the
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     const __grid_constant__ TensorMap dout_map,  // as q_map
     const acc_t<T>* stats,                       // (batch, heads_q, query tiles, BLOCK_M * 8)
     acc_t<T>* dq_acc,                            // (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-    int* turns,                                  // 1 + (batch, heads_q, tiles, 2), zeroed, or null
+    int* turns,                                  // 1 + (2, batch, heads_q, query tiles), zeroed
     T* dk,                                       // (batch, heads_kv, seqlen_k, head_dim)
     T* dv,                                       // (batch, heads_kv, seqlen_k, head_dim_v)
     Strides dk_strides,
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     init_barriers(dq_full, 2, 4);
     init_barriers(dq_empty, 2, 1);
     fence_mbarrier_init();
-    griddepcontrol_wait();  // for statistics, and zeros in sums and counters
+    griddepcontrol_wait();  // for statistics, and zeros in counters
     if (DETERMINISTIC) *ticket_smem = atom_inc(turns);
   }
   __syncthreads();
@@ -109,30 +109,34 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
     if (threadIdx.x == 32 || threadIdx.x == 64) {
       // 4f (adder). dq += ds k
       int adder = threadIdx.x / 32 - 1, turn = 0;
+      int* counters = turns + 1 + adder * int(batch * heads_q) * tiles_q;
+      bool is_first = false;
       for (int part = 0; part < steps * PARTS; ++part) {
         int query_tile = head_tiles + q_tile, panel = adder * PARTS + part % PARTS;
-        int* counter = turns + 1 + 2 * query_tile + adder;
-        mbarrier_wait(dq_full + 8 * adder, part & 1);
-        if (DETERMINISTIC && part % PARTS == 0) {
-          turn = keys.tile - first_key<FEATURES>(band, q_tile * BLOCK_M) / BLOCK_N;
-          while (ld_acquire(counter) != turn) {
-          }
+        if (part % PARTS == 0) {
+          turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : 1;
+          is_first = wait_for_turn<DETERMINISTIC>(counters + query_tile, turn);
           fence_proxy_async_global();
         }
+        mbarrier_wait(dq_full + 8 * adder, part & 1);
 #pragma unroll 1  // for want of registers
         for (int warp = 0; warp < 4; ++warp) {
-          cp_reduce_async_bulk_add(
-              dq_acc + int64(query_tile) * DQ + (warp * 2 * PARTS + panel) * 1024,
-              dq_smem + adder * PART_BYTES + warp * 4096, 4096);
+          acc_t<T>* sum = dq_acc + int64(query_tile) * DQ + (warp * 2 * PARTS + panel) * 1024;
+          uint32 from = dq_smem + adder * PART_BYTES + warp * 4096;
+          if (is_first) {
+            cp_async_bulk_store(sum, from, 4096);
+          } else {
+            cp_reduce_async_bulk_add(sum, from, 4096);
+          }
         }
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read<0>();
         mbarrier_arrive(dq_empty + 8 * adder);
         if (part % PARTS < PARTS - 1) continue;
-        if (DETERMINISTIC) {
+        if (DETERMINISTIC || is_first) {
           cp_async_bulk_wait_group<0>();
           fence_proxy_async_global();
-          st_release(counter, turn + 1);
+          st_release(counters + query_tile, turn + 1);
         }
         next_query_tile();
       }

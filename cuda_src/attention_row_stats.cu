@@ -1,9 +1,8 @@
-// attention_row_stats: what Hopper's backwards subtract for a query row, and zeros for them to add
-// to and to count on.
+// attention_row_stats: what Hopper's backwards subtract for a query row, and counters for them.
 //
 //   delta[row] = rowsum(dout * out) - dlse[row]
 //   stats[tile] = -lse / scale of its rows, then -delta of its rows
-//   dq_acc = 0,  turns = 0
+//   turns = 0
 //
 // Sums of q k^T and of dout v^T start from those (warpgroups, start_nt_from). Then no thread reads
 // them, which would take a twelfth of the time of shared memory, what bounds those kernels. Each is
@@ -33,9 +32,8 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     const T* out,          // (batch, heads_q, seqlen_q, head_dim_v)
                                     const acc_t<T>* lse,   // (batch, heads_q, seqlen_q), contiguous
                                     const acc_t<T>* dlse,  // the same, or null
-                                    acc_t<T>* stats,   // (batch, heads_q, query tiles, BLOCK_M * 8)
-                                    acc_t<T>* dq_acc,  // (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
-                                    int* turns,  // 1 + (batch, heads_q, tiles, ADDERS), or null
+                                    acc_t<T>* stats,  // (batch, heads_q, query tiles, BLOCK_M * 8)
+                                    int* turns,       // 1 + (ADDERS, batch, heads_q, query tiles)
                                     Strides dout_strides,
                                     Strides out_strides,
                                     int64 batch,
@@ -70,24 +68,18 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   }
   sum = warp_sum<LANES>(sum);
 
-  // 2. Zero dq_acc: eight elements a thread
-  *reinterpret_cast<float4*>(dq_acc + int64(index) * 4) = make_float4(0, 0, 0, 0);
-  int64 threads = batch * heads_q * rows * LANES;
-  *reinterpret_cast<float4*>(dq_acc + (threads + index) * 4) = make_float4(0, 0, 0, 0);
-
-  // 3. Store
+  // 2. Store
   if (col != 0) return;
-  if (turns && index == 0) turns[0] = 0;
-  if (turns && row % BLOCK_M < ADDERS) {
-    turns[1 + index / LANES / BLOCK_M * ADDERS + row % BLOCK_M] = 0;
-  }
+  uint32 tile = index / LANES / BLOCK_M, tiles = uint32(batch * heads_q) * (rows / BLOCK_M);
+  if (index == 0) turns[0] = 0;
+  if (row % BLOCK_M < ADDERS) turns[1 + row % BLOCK_M * tiles + tile] = 0;
   float lse_in_scores = 0;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;
     lse_in_scores = lse[at] / float(scale);
     if (dlse) sum -= dlse[at];
   }
-  uint4* of_tile = reinterpret_cast<uint4*>(stats) + int64(index / LANES / BLOCK_M) * (BLOCK_M * 2);
+  uint4* of_tile = reinterpret_cast<uint4*>(stats) + int64(tile) * (BLOCK_M * 2);
   of_tile += row % BLOCK_M;
   store_three_bfloat16(of_tile, -lse_in_scores);
   store_three_bfloat16(of_tile + BLOCK_M, -sum);

@@ -2,6 +2,7 @@
 // Twin: numba_kernels/block_tiles.py
 #pragma once
 
+#include "ptx_sm80.cuh"
 #include "scores.cuh"
 
 // A query tile, the keys that some row of it sees, and which ones a row sees.
@@ -67,4 +68,25 @@ __device__ __forceinline__ KeyTile key_tile(uint32 tile,
   t.query_first = q_first / BLOCK_M;
   t.query_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : t.query_first;
   return t;
+}
+
+// How many key tiles some row of a query tile sees before ours.
+template <int BLOCK_M, int BLOCK_N, int FEATURES>
+__device__ __forceinline__ int turn_of(const KeyTile& keys, int q_tile) {
+  return keys.tile - first_key<FEATURES>(keys.band, q_tile * BLOCK_M) / BLOCK_N;
+}
+
+// Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it is
+// 0 as long as nobody has come, 1 while the first one stores, and then 2. Waits until we may add,
+// and tells whether we are the first, who stores.
+template <int DETERMINISTIC>
+__device__ __forceinline__ bool wait_for_turn(int* counter, int turn) {
+  if (DETERMINISTIC) {
+    while (ld_acquire(counter) != turn) {
+    }
+    return turn == 0;
+  }
+  int found = atom_cas_acquire(counter, 0, turn);
+  while (found == turn) found = ld_acquire(counter);
+  return found == 0;
 }

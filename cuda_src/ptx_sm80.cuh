@@ -51,6 +51,16 @@ __device__ __forceinline__ void st_release(int* pointer, int value) {
   asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
+// Puts `value` where `expected` is, and returns what was there; acquires as ld_acquire does.
+__device__ __forceinline__ int atom_cas_acquire(int* pointer, int expected, int value) {
+  int old;
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(old)
+               : "l"(pointer), "r"(expected), "r"(value)
+               : "memory");
+  return old;
+}
+
 // Adds one and returns what was there.
 __device__ __forceinline__ int atom_inc(int* pointer) { return atomicAdd(pointer, 1); }
 

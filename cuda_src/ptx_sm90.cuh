@@ -101,6 +101,13 @@ __device__ __forceinline__ void cp_async_bulk(uint32 shared,
       : "memory");
 }
 
+// Copies the other way; the copy belongs to a group of its thread's (cp_async_bulk_commit_group).
+__device__ __forceinline__ void cp_async_bulk_store(void* global, uint32 shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // Adds floats in shared memory to those at `global`; each addition is atomic.
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* global, uint32 shared, int bytes) {
   asm volatile(

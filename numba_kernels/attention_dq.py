@@ -1,6 +1,6 @@
 """attention_dq: rounds the sum that a backward on tensor cores has formed, and puts it in rows.
 
-  dq = scale * dq_acc
+  dq = scale * dq_acc, or 0 in a query tile to which nobody has added
 
 dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
 each other: so every addition to it was one access, and the lanes' accesses lay side by side.
@@ -15,7 +15,7 @@ Launched by:   workbench/launchers.py, attention_flash_mma and attention_flash_w
 from numba import cuda
 from numba.cuda import types
 
-from .common import acc_t, advance, cdiv, div, from_acc, load16, offset_of, rem, store16
+from .common import acc_t, advance, cdiv, div, from_acc, is_null, load16, offset_of, rem, store16
 from .ptx_sm80 import griddepcontrol_wait
 
 
@@ -27,6 +27,7 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
     @cuda.jit
     def kernel(
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, ..)
+        turns,  # 1 + (batch, heads_q, query tiles), or null
         dq,  # (batch, heads_q, seqlen_q, head_dim)
         dq_strides,
         batch,
@@ -53,8 +54,12 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
 
         # 1. dq = scale * dq_acc
         griddepcontrol_wait()  # for the sum
-        for lane in range(4):
-            load16(x, 4 * lane, dq_acc, int64(index) * 16 + 4 * lane)
+        for i in range(16):
+            x[i] = 0
+        tile = uint32(div(line, BLOCK_M // 16))
+        if is_null(turns) or turns[1 + tile] > 0:
+            for lane in range(4):
+                load16(x, 4 * lane, dq_acc, int64(index) * 16 + 4 * lane)
         for half in range(2):
             for i in range(8):
                 y[i] = x[(i >> 1) * 4 + 2 * half + (i & 1)] * Acc(scale)

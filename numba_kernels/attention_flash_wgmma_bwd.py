@@ -10,9 +10,10 @@ is then made, stored and waited for while the tensor cores have work. The next s
 before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
 wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
 the copy engine: the consumers put it into shared memory and go on, and another thread, the
-adder, sees to the rest. attention_dq rounds it. With DETERMINISTIC a counter of each query tile
-says whose turn it is to add: the order of the keys. Blocks then take their key tiles from a
-counter as well: whoever waits for a turn waits for a block that has started.
+adder, sees to the rest. attention_dq rounds it. A counter of each query tile says who is the
+first one there, who stores instead of adding, so that no zeros have to be written and read; and
+with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks then take their key
+tiles from a counter as well: whoever waits for a turn waits for a block that has started.
 
 Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
@@ -27,16 +28,8 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
-from .block_tiles import key_tile
-from .common import (
-    LOG2E,
-    advance,
-    cdiv,
-    div,
-    offset_of,
-    reinterpret,
-    rem,
-)
+from .block_tiles import key_tile, turn_of, wait_for_turn
+from .common import LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
 from .ptx_sm80 import (
     atom_inc,
     cvt_first,
@@ -45,7 +38,6 @@ from .ptx_sm80 import (
     ex2_approx,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
-    ld_acquire,
     shared_address,
     st_release,
 )
@@ -53,6 +45,7 @@ from .ptx_sm90 import (
     bar_sync,
     cp_async_bulk,
     cp_async_bulk_commit_group,
+    cp_async_bulk_store,
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add,
@@ -69,7 +62,7 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, tile_is_unmasked
+from .scores import tile_is_unmasked
 from .warpgroups import (
     ONES_BYTES,
     hide_transposed,
@@ -123,7 +116,7 @@ def attention_flash_wgmma_bwd(
         dout_map,  # as q_map
         stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, tiles), zeroed, or null
+        turns,  # 1 + (batch, heads_q, query tiles), zeroed
         dk,  # (batch, heads_kv, seqlen_k, head_dim)
         dv,  # (batch, heads_kv, seqlen_k, head_dim_v)
         dk_strides,
@@ -169,7 +162,7 @@ def attention_flash_wgmma_bwd(
             mbarrier_init(dq_full, WARPS)
             mbarrier_init(dq_empty, 1)
             fence_mbarrier_init()
-            griddepcontrol_wait()  # for statistics, and zeros in sums and counters
+            griddepcontrol_wait()  # for statistics, and zeros in counters
             if DETERMINISTIC:
                 ticket_smem[0] = atom_inc(turns)
         cuda.syncthreads()
@@ -177,11 +170,11 @@ def attention_flash_wgmma_bwd(
 
         # 1. Which key rows are ours
         ticket = uint32(ticket_smem[0] if DETERMINISTIC else cuda.blockIdx.x)
-        at = key_tile(
+        keys = key_tile(
             BLOCK_M, BLOCK_N, FEATURES, ticket, score, batch, heads_kv, seqlen_q, seqlen_k,
             heads_at_a_time,
         )  # fmt: skip
-        batch_index, head_kv, k_tile, k_start, tile_first, tile_end, band = at
+        batch_index, head_kv, _, k_start, tile_first, tile_end, band = keys
         heads_each = int32(div(uint32(heads_q), uint32(heads_kv)))
         tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
         steps = uint32(heads_each * (tile_end - tile_first))
@@ -205,22 +198,23 @@ def attention_flash_wgmma_bwd(
                 # 4f (adder). dq += ds k
                 step = uint32(0)
                 while step < steps:
-                    mbarrier_wait(dq_full, step & 1)
                     query_tile = int32((batch_index * int32(heads_q) + head) * tiles_q + q_tile)
-                    turn = int32(0)
                     counter = advance(turns, 1 + query_tile)
-                    if DETERMINISTIC:
-                        its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
-                        turn = int32(k_tile - div(its_first, BLOCK_N))
-                        while ld_acquire(counter) != turn:
-                            pass
-                        fence_proxy_async_global()
                     total = advance(dq_acc, int64(query_tile) * DQ)
-                    cp_reduce_async_bulk_add(total, dq_smem, DQ * 4)
+                    turn = int32(1)
+                    if DETERMINISTIC:
+                        turn = turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile)
+                    is_first = wait_for_turn(DETERMINISTIC, counter, turn)
+                    fence_proxy_async_global()
+                    mbarrier_wait(dq_full, step & 1)
+                    if is_first:
+                        cp_async_bulk_store(total, dq_smem, DQ * 4)
+                    else:
+                        cp_reduce_async_bulk_add(total, dq_smem, DQ * 4)
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                     mbarrier_arrive(dq_empty)
-                    if DETERMINISTIC:
+                    if DETERMINISTIC or is_first:
                         wait_for_sums()
                         fence_proxy_async_global()
                         st_release(counter, int32(turn + 1))
@@ -423,7 +417,7 @@ def attention_flash_wgmma_bwd(
             dk_is_there(step)
 
         # 5 (consumers). Scale and store
-        keys = int32(seqlen_k - (k_start + warp_key))
+        rows = int32(seqlen_k - (k_start + warp_key))
         scale = cuda.local.array(2, float32)
         one = cuda.local.array(2, float32)
         for half in range(2):
@@ -431,8 +425,8 @@ def attention_flash_wgmma_bwd(
             one[half] = 1
         first_row = int32(k_start + warp_key)
         dk_rows = advance(dk, offset_of(dk_strides, batch_index, head_kv, first_row))
-        store_part(dk_rows, dk_strides.row, dk_acc, 0, scale, keys, int32(head_dim))
+        store_part(dk_rows, dk_strides.row, dk_acc, 0, scale, rows, int32(head_dim))
         dv_rows = advance(dv, offset_of(dv_strides, batch_index, head_kv, first_row))
-        store_part(dv_rows, dv_strides.row, dv_acc, 0, one, keys, int32(head_dim_v))
+        store_part(dv_rows, dv_strides.row, dv_acc, 0, one, rows, int32(head_dim_v))
 
     return kernel

@@ -8,7 +8,7 @@ warpgroup forms the scores and p, the second one dout v^T and ds, and both hand 
 through shared memory, p as it lies in registers and ds as a tile. The first one is half a step
 ahead, so that one has products under way while the other computes. dv is formed as soon as p is
 there; then dout is done with, and one slot of it will do. dq leaves in two parts of 64 columns a
-warpgroup, each of which has an adder and, with DETERMINISTIC, a turn of its own.
+warpgroup, each of which has an adder and counters of its own.
 
 Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
                warpgroup of which one thread produces and two add, and two that have half of the
@@ -23,16 +23,8 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
-from .block_tiles import key_tile
-from .common import (
-    LOG2E,
-    advance,
-    cdiv,
-    div,
-    offset_of,
-    reinterpret,
-    rem,
-)
+from .block_tiles import key_tile, turn_of, wait_for_turn
+from .common import LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
 from .ptx_sm80 import (
     atom_inc,
     cvt_first,
@@ -41,7 +33,6 @@ from .ptx_sm80 import (
     ex2_approx,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
-    ld_acquire,
     shared_address,
     st_release,
 )
@@ -50,6 +41,7 @@ from .ptx_sm90 import (
     bar_sync,
     cp_async_bulk,
     cp_async_bulk_commit_group,
+    cp_async_bulk_store,
     cp_async_bulk_wait_group,
     cp_async_bulk_wait_group_read,
     cp_reduce_async_bulk_add,
@@ -66,7 +58,7 @@ from .ptx_sm90 import (
     setmaxnreg_inc,
     wgmma_wait_group,
 )
-from .scores import first_key, tile_is_unmasked
+from .scores import tile_is_unmasked
 from .warpgroups import (
     ONES_BYTES,
     hide_transposed,
@@ -109,9 +101,8 @@ def attention_flash_wgmma_bwd_wide(
     fence_scores, fence_p, copy_p = register_fence(SCORES), register_fence(P), register_copy(P)
     fence_acc, fence_part = register_fence(COLS // 2), register_fence(32)
     pair, first, second = cvt_rn_x2(T), cvt_first(T), cvt_second(T)
-    hide = hide_transposed(FEATURES, SCORES)
+    hide, store_dq = hide_transposed(FEATURES, SCORES), store_registers(float32, 32)
     store_p, load_p = store_registers(uint32, P), load_registers(uint32, P)
-    store_dq = store_registers(float32, 32)
     store_ds, store_part = store_fragments(BLOCK_N, P), store_rows(T, COLS // 2)
 
     @cuda.jit(launch_bounds=(THREADS, 1))
@@ -122,7 +113,7 @@ def attention_flash_wgmma_bwd_wide(
         dout_map,  # as q_map
         stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, tiles, 2), zeroed, or null
+        turns,  # 1 + (2, batch, heads_q, query tiles), zeroed
         dk,  # (batch, heads_kv, seqlen_k, head_dim)
         dv,  # (batch, heads_kv, seqlen_k, head_dim_v)
         dk_strides,
@@ -166,7 +157,7 @@ def attention_flash_wgmma_bwd_wide(
             init_barriers(dq_full, 2, 4)
             init_barriers(dq_empty, 2, 1)
             fence_mbarrier_init()
-            griddepcontrol_wait()  # for statistics, and zeros in sums and counters
+            griddepcontrol_wait()  # for statistics, and zeros in counters
             if DETERMINISTIC:
                 ticket_smem[0] = atom_inc(turns)
         cuda.syncthreads()
@@ -174,11 +165,11 @@ def attention_flash_wgmma_bwd_wide(
 
         # 1. Which key rows are ours
         ticket = uint32(ticket_smem[0] if DETERMINISTIC else cuda.blockIdx.x)
-        at = key_tile(
+        keys = key_tile(
             BLOCK_M, BLOCK_N, FEATURES, ticket, score, batch, heads_kv, seqlen_q, seqlen_k,
             heads_at_a_time,
         )  # fmt: skip
-        batch_index, head_kv, k_tile, k_start, tile_first, tile_end, band = at
+        batch_index, head_kv, _, k_start, tile_first, tile_end, band = keys
         heads_each = int32(div(uint32(heads_q), uint32(heads_kv)))
         tiles_q = int32(cdiv(seqlen_q, BLOCK_M))
         steps = uint32(heads_each * (tile_end - tile_first))
@@ -199,29 +190,34 @@ def attention_flash_wgmma_bwd_wide(
             fence_proxy_async_global()  # the copy engine is to see what ordinary stores wrote
             if thread == 32 or thread == 64:
                 # 4f (adder). dq += ds k
-                adder, part, turn = int32((thread >> 5) - 1), uint32(0), int32(0)
+                adder, part = int32((thread >> 5) - 1), uint32(0)
+                turn, is_first = int32(1), False
+                counters = advance(turns, 1 + adder * int32(batch * heads_q) * tiles_q)
                 while part < steps * PARTS:
                     query_tile = int32(head_tiles + q_tile)
+                    counter = advance(counters, query_tile)
                     panel = int32(adder * PARTS + rem(part, PARTS))
-                    counter = advance(turns, 1 + 2 * query_tile + adder)
-                    mbarrier_wait(uint32(dq_full + 8 * adder), part & 1)
-                    if DETERMINISTIC and rem(part, PARTS) == 0:
-                        its_first = first_key(FEATURES, band, int32(q_tile * BLOCK_M))
-                        turn = int32(k_tile - div(its_first, BLOCK_N))
-                        while ld_acquire(counter) != turn:
-                            pass
+                    if rem(part, PARTS) == 0:
+                        if DETERMINISTIC:
+                            turn = turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile)
+                        is_first = wait_for_turn(DETERMINISTIC, counter, turn)
                         fence_proxy_async_global()
+                    mbarrier_wait(uint32(dq_full + 8 * adder), part & 1)
                     warp = uint32(0)
                     while warp < 4:
                         panel_at = int64(query_tile) * DQ + (warp * 2 * PARTS + panel) * 1024
+                        total = advance(dq_acc, panel_at)
                         of_warp = uint32(dq_smem + adder * PART_BYTES + warp * 4096)
-                        cp_reduce_async_bulk_add(advance(dq_acc, panel_at), of_warp, 4096)
+                        if is_first:
+                            cp_async_bulk_store(total, of_warp, 4096)
+                        else:
+                            cp_reduce_async_bulk_add(total, of_warp, 4096)
                         warp = opaque(uint32(warp + 1))  # stays a loop, for want of registers
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                     mbarrier_arrive(uint32(dq_empty + 8 * adder))
                     if rem(part, PARTS) == PARTS - 1:
-                        if DETERMINISTIC:
+                        if DETERMINISTIC or is_first:
                             wait_for_sums()
                             fence_proxy_async_global()
                             st_release(counter, int32(turn + 1))
@@ -268,8 +264,7 @@ def attention_flash_wgmma_bwd_wide(
         p_warp = advance(smem, uint32(p_smem + warp * (P_BYTES // 4)))
 
         # 3 (consumers). Start dk and dv
-        dk_acc = cuda.local.array(ACC, float32)
-        dv_acc = cuda.local.array(ACC, float32)
+        dk_acc, dv_acc = cuda.local.array(ACC, float32), cuda.local.array(ACC, float32)
         for i in range(COLS // 2):
             dk_acc[0, i] = dv_acc[0, i] = 0
 
@@ -435,15 +430,14 @@ def attention_flash_wgmma_bwd_wide(
 
         # 5 (consumers). Scale and store
         key, col = int32(k_start + warp * 16), int32(group * COLS)
-        keys = int32(seqlen_k - key)
-        scale = cuda.local.array(2, float32)
-        one = cuda.local.array(2, float32)
+        rows = int32(seqlen_k - key)
+        scale, one = cuda.local.array(2, float32), cuda.local.array(2, float32)
         for half in range(2):
             scale[half] = float32(score.scale)
             one[half] = 1
         dk_rows = advance(dk, offset_of(dk_strides, batch_index, head_kv, key) + col)
-        store_part(dk_rows, dk_strides.row, dk_acc, 0, scale, keys, int32(head_dim - col))
+        store_part(dk_rows, dk_strides.row, dk_acc, 0, scale, rows, int32(head_dim - col))
         dv_rows = advance(dv, offset_of(dv_strides, batch_index, head_kv, key) + col)
-        store_part(dv_rows, dv_strides.row, dv_acc, 0, one, keys, int32(head_dim_v - col))
+        store_part(dv_rows, dv_strides.row, dv_acc, 0, one, rows, int32(head_dim_v - col))
 
     return kernel

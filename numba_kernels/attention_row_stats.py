@@ -1,9 +1,8 @@
-"""attention_row_stats: what Hopper's backwards subtract for a query row, and zeros for them to add
-to and to count on.
+"""attention_row_stats: what Hopper's backwards subtract for a query row, and counters for them.
 
   delta[row] = rowsum(dout * out) - dlse[row]
   stats[tile] = -lse / scale of its rows, then -delta of its rows
-  dq_acc = 0,  turns = 0
+  turns = 0
 
 Sums of q k^T and of dout v^T start from those (warpgroups, start_nt_from). Then no thread reads
 them, which would take a twelfth of the time of shared memory, what bounds those kernels. Each is
@@ -67,8 +66,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         lse,  # (batch, heads_q, seqlen_q), contiguous
         dlse,  # the same, or null
         stats,  # (batch, heads_q, query tiles, BLOCK_M * 8)
-        dq_acc,  # (batch, heads_q, tiles, BLOCK_M, HEAD_DIM)
-        turns,  # 1 + (batch, heads_q, tiles, ADDERS), or null
+        turns,  # 1 + (ADDERS, batch, heads_q, query tiles)
         dout_strides,
         out_strides,
         batch,
@@ -108,21 +106,16 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
                     i = int32(i + 1)
         total = warp_sum(total, LANES)
 
-        # 2. Zero dq_acc: eight elements a thread
-        zeros = cuda.local.array(4, Acc)
-        for i in range(4):
-            zeros[i] = 0
-        store16(dq_acc, int64(index) * 4, zeros, 0)
-        threads = batch * heads_q * rows * LANES
-        store16(dq_acc, (threads + index) * 4, zeros, 0)
-
-        # 3. Store
+        # 2. Store
         if col != 0:
             return
-        if not is_null(turns) and index == 0:
+        tile = uint32(div(div(index, LANES), BLOCK_M))
+        tiles = uint32(uint32(batch * heads_q) * div(rows, BLOCK_M))
+        in_tile = uint32(rem(row, BLOCK_M))
+        if index == 0:
             turns[0] = 0
-        if not is_null(turns) and rem(row, BLOCK_M) < ADDERS:
-            turns[1 + div(div(index, LANES), BLOCK_M) * ADDERS + rem(row, BLOCK_M)] = 0
+        if in_tile < ADDERS:
+            turns[1 + in_tile * tiles + tile] = 0
         lse_in_scores = float32(0)
         if row < seqlen_q:
             at = int64(head) * seqlen_q + row
@@ -130,8 +123,8 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
             if not is_null(dlse):
                 total -= dlse[at]
         of_tile = reinterpret(uint32, stats)
-        of_tile = advance(of_tile, int64(div(div(index, LANES), BLOCK_M)) * (BLOCK_M * 8))
-        of_tile = advance(of_tile, rem(row, BLOCK_M) * 4)
+        of_tile = advance(of_tile, int64(tile) * (BLOCK_M * 8))
+        of_tile = advance(of_tile, in_tile * 4)
         store_three_bfloat16(of_tile, -lse_in_scores)
         store_three_bfloat16(advance(of_tile, BLOCK_M * 4), -total)
 

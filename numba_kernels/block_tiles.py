@@ -9,6 +9,7 @@ from numba import cuda
 from numba.cuda import types
 
 from .common import cdiv, div, head_tile, rem
+from .ptx_sm80 import atom_cas_acquire, ld_acquire
 from .scores import KeyRange, first_key, first_query, key_range, last_key, last_query
 
 int32, uint32 = types.int32, types.uint32
@@ -81,3 +82,24 @@ def key_tile(
     first = int32(div(q_first, BLOCK_M))
     end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else first)
     return KeyTile(batch_index, head, tile, start, first, end, band)
+
+
+# How many key tiles some row of a query tile sees before ours.
+@cuda.jit(device=True, forceinline=True)
+def turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile):
+    return int32(keys.tile - div(first_key(FEATURES, keys.band, int32(q_tile * BLOCK_M)), BLOCK_N))
+
+
+# Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it is
+# 0 as long as nobody has come, 1 while the first one stores, and then 2. Waits until we may add,
+# and tells whether we are the first, who stores.
+@cuda.jit(device=True, forceinline=True)
+def wait_for_turn(DETERMINISTIC, counter, turn):
+    if DETERMINISTIC:
+        while ld_acquire(counter) != turn:
+            pass
+        return turn == 0
+    found = atom_cas_acquire(counter, 0, turn)
+    while found == turn:
+        found = ld_acquire(counter)
+    return found == 0

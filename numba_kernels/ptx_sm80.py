@@ -119,6 +119,16 @@ def st_release(_typing, pointer, value):
     return types.void(pointer, types.int32), codegen
 
 
+# Puts `value` where `expected` is, and returns what was there; acquires as ld_acquire does.
+@intrinsic
+def atom_cas_acquire(_typing, pointer, _expected, _value):
+    def codegen(_context, builder, _signature, args):
+        text = "atom.acquire.gpu.global.cas.b32 $0, [$1], $2, $3;"
+        return assembly(builder, _WORD, text, "=r,l,r,r", args)
+
+    return types.int32(pointer, types.int32, types.int32), codegen
+
+
 # Adds one and returns what was there.
 @intrinsic
 def atom_inc(_typing, pointer):

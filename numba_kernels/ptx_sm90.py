@@ -119,6 +119,13 @@ def cp_async_bulk(_typing, _shared, source, _bytes, _barrier):
     return _statement(text, "r,l,r,r", uint32, source, int32, uint32)
 
 
+# Copies the other way; the copy belongs to a group of its thread's (cp_async_bulk_commit_group).
+@intrinsic
+def cp_async_bulk_store(_typing, target, _shared, _bytes):
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    return _statement(text, "l,r,r", target, uint32, int32)
+
+
 # Adds floats in shared memory to those at `target`; each addition is atomic.
 @intrinsic
 def cp_reduce_async_bulk_add(_typing, target, _shared, _bytes):

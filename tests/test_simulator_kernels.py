@@ -252,6 +252,17 @@ def test_the_backward_of_hopper(
 
 
 @HOPPER
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_query_tiles_that_see_no_key(head_dim: int, row: Any, language: str) -> None:
+    """Nobody adds to their dq, which is 0 nevertheless, and not what the memory held before."""
+    e = example(
+        row, 20, dtype="bfloat16", causal=True, heads_q=2, heads_kv=1, head_dim=head_dim,
+        seqlen_q=290, seqlen_k=30,
+    )  # fmt: skip
+    check_taken(row, language, e)
+
+
+@HOPPER
 def test_lse_is_subtracted_to_its_last_bits(row: Any, language: str) -> None:
     """Scores of 8010.3, one a query, whose probability is 1: 16 bits of lse would make it 0.94."""
     q = (89.5 * np.eye(64) + 0.24414062 * np.eye(64, k=1))[None, None].astype("bfloat16")

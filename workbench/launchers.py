@@ -76,8 +76,8 @@ FLASH_MMA_BWD = _signature(
     "dout q k v dk dv", "int64 heads_at_a_time",
 )  # fmt: skip
 ATTENTION_DQ = Signature(
-    "Acc* dq_acc, T* dq, Strides dq_strides, int64 batch, int64 heads_q, int64 seqlen_q, "
-    "int64 head_dim, double scale"
+    "Acc* dq_acc, int* turns, T* dq, Strides dq_strides, int64 batch, int64 heads_q, "
+    "int64 seqlen_q, int64 head_dim, double scale"
 )
 ATTENTION_MERGE = Signature(
     "Acc* out_parts, Acc* lse_parts, T* out, Acc* lse, Strides out_strides, int64 batch, "
@@ -88,7 +88,7 @@ ATTENTION_DELTA = Signature(
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v"
 )
 ATTENTION_ROW_STATS = Signature(
-    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, Acc* dq_acc, int* turns, "
+    "T* dout, T* out, Acc* lse, Acc* dlse, Acc* stats, int* turns, "
     "Strides dout_strides, Strides out_strides, "
     "int64 batch, int64 heads_q, int64 seqlen_q, int64 head_dim_v, double scale"
 )
@@ -383,7 +383,7 @@ def _flash_wgmma_bwd(problem: Problem) -> Work:
         (
             Workspace("stats", (tiles, 8 * tile.block_m), problem.acc_dtype),
             Workspace("dq_acc", (tiles, tile.block_m, dim), problem.acc_dtype),
-            *_turns(problem, adders * tiles, zeroed=False),
+            Workspace("turns", (1 + adders * tiles,), "int32"),
         ),
     )  # fmt: skip
 
@@ -630,11 +630,11 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     )  # fmt: skip
 
 
-def _turns(problem: Problem, counters: int, *, zeroed: bool = True) -> tuple[Workspace, ...]:
+def _turns(problem: Problem, counters: int) -> tuple[Workspace, ...]:
     """A ticket and the counters by which blocks wait for their turn to add, if they are to."""
     if not problem.deterministic:
         return ()
-    return (Workspace("turns", (1 + counters,), "int32", zeroed),)
+    return (Workspace("turns", (1 + counters,), "int32", zeroed=True),)
 
 
 def _round_dq(problem: Problem, tiles: int, block_m: int, head_dim: int) -> Launch:
