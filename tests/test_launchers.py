@@ -288,15 +288,20 @@ def test_few_queries_take_large_tiles_while_all_run_at_once(
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "head_dim", "most", "in_turn"),
-    [(512, 128, 8, 33), (4096, 128, 5, 4), (16384, 128, 2, 2), (512, 256, 8, 16)],
-)
+    ("seqlen", "head_dim", "most", "causal", "in_turn"),
+    [
+        (512, 128, 8, 8, 33), (4096, 128, 5, 8, 4), (16384, 128, 2, 8, 2), (512, 256, 8, 8, 16),
+        (16384, 256, 1, 1, 2),
+    ],
+)  # fmt: skip
 def test_long_backwards_take_few_heads_at_a_time(
-    seqlen: int, head_dim: int, most: int, in_turn: int
+    seqlen: int, head_dim: int, most: int, causal: int, in_turn: int
 ) -> None:
     sizes = (4, 16, 16, seqlen, seqlen, head_dim, head_dim, 1.0)
-    for deterministic, heads in ((False, most), (True, in_turn)):
-        problem = Problem("attention_backward", "bfloat16", *sizes, deterministic=deterministic)
+    for options, heads in (
+        ({}, most), ({"window_right": 0}, causal), ({"deterministic": True}, in_turn),
+    ):  # fmt: skip
+        problem = Problem("attention_backward", "bfloat16", *sizes, **options)
         backward = launchers.attention_flash_wgmma(problem, "sm_90").launches[1]
         assert dict(backward.values)["heads_at_a_time"] == heads
 

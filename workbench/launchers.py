@@ -412,8 +412,10 @@ def _heads_at_a_time(problem: Problem, heads: int, blocks: int = 1) -> tuple[tup
 
     Few, so that what several blocks read, and in the backward add to, stays in the L2 cache: there,
     with `blocks` a head, no more heads than all multiprocessors work on at once. But with tiles of
-    all lengths the long ones should come first, and blocks that add in turn wait for others of
-    their head: then as many heads as the cache holds, or half of it where all tiles are long.
+    all lengths the long ones should come first, of so many heads that short ones are left to fill
+    up the end (not with wide heads, whose dq fills the cache). And blocks that add in turn wait for
+    others of their head: then as many heads as the cache holds, or half of it where all tiles are
+    long.
     """
     at_once = cdiv(MULTIPROCESSORS, max(1, blocks))
     if problem.op == "attention":
@@ -423,6 +425,8 @@ def _heads_at_a_time(problem: Problem, heads: int, blocks: int = 1) -> tuple[tup
         a_head = 12 * max(1, problem.seqlen_q) * max(1, problem.head_dim)
         in_cache = L2_BYTES // a_head
         most = max(in_cache, min(16, 4 * at_once)) if problem.has_range else max(2, in_cache // 2)
+    elif problem.has_range and problem.head_dim <= 128:
+        most = min(8, 4 * at_once)
     else:
         most = min(8, at_once)
     return (("heads_at_a_time", max(1, min(problem.batch * heads, most))),)
