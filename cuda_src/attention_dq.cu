@@ -2,6 +2,7 @@
 //
 //   dq = scale * dq_acc, or 0 in a query tile to which nobody has added
 //
+// Of several adders' counters (turns) the first one's are read: all have added to the same tiles.
 // dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
 // each other: so every addition to it was one access, and the lanes' accesses lay side by side.
 //
@@ -14,8 +15,8 @@
 
 template <typename T, int BLOCK_M, int HEAD_DIM>
 __global__ void attention_dq(const acc_t<T>* dq_acc,  // (batch, heads_q, query tiles, BLOCK_M, ..)
-                             const int* turns,        // 1 + (batch, heads_q, query tiles), or null
-                             T* dq,                   // (batch, heads_q, seqlen_q, head_dim)
+                             const int* turns,  // 1 + (.., batch, heads_q, query tiles), or null
+                             T* dq,             // (batch, heads_q, seqlen_q, head_dim)
                              Strides dq_strides,
                              int64 batch,
                              int64 heads_q,

@@ -5,21 +5,23 @@
 // As attention_flash_mma_bwd, a block keeps a tile of keys and walks over the queries that see
 // them. The products are wgmmas of transposed scores, keys down and queries across: p^T and ds^T
 // then lie in registers as the next products want them, and only ds goes through shared memory, for
-// dq. A producer's copies keep rings of q and dout filled. dv is started as soon as p is there: ds
-// is then made, stored and waited for while the tensor cores have work. The next scores are started
-// before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
-// wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
-// the copy engine: the consumers put it into shared memory and go on, and another thread, the
-// adder, sees to the rest. attention_dq rounds it. A counter of each query tile says who is the
-// first one there, who stores instead of adding, so that no zeros have to be written and read; and
-// with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks then take their key
-// tiles from a counter as well: whoever waits for a turn waits for a block that has started.
+// dq. The sums for p and ds start from -lse / scale and from -delta, which attention_row_stats has
+// made operands of. A producer's copies keep rings of q and dout filled. dv is started as soon as p
+// is there: ds is then made, stored and waited for while the tensor cores have work. The next
+// scores are started before this step's dq and dk are there. Between steps nothing is under way, or
+// the compiler would wait after every product. dq is added up in dq_acc, in fp32 and in the layout
+// of accumulators, by the copy engine: the consumers put it into shared memory and go on, and
+// another thread, the adder, sees to the rest. attention_dq rounds it. A counter of each query tile
+// says who is the first one there, who stores instead of adding, so that no zeros have to be
+// written and read; and with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks
+// then take their key tiles from a counter as well: whoever waits for a turn waits for a block that
+// has started.
 //
 // Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
 //                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
 //                dq each has 64 rows, or with BLOCK_M = 64 half of the columns
 // Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
-//                and dq of one query tile
+//                ones to multiply the statistics by, and dq of one query tile
 // Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -70,7 +72,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
   uint32 stats_smem = ds_smem + 2 * DS_BYTES;
   uint32 ones_smem = stats_smem + Q_STAGES * STATS_BYTES;
-  uint32 dq_smem = ones_smem + ONES_BYTES;
+  uint32 dq_smem =
+      ones_smem + ONES_BYTES;  // memcheck wants something behind operands (scripts/sanitize.py)
   uint32 k_full = dq_smem + DQ * 4, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
@@ -98,15 +101,15 @@ __global__ void __launch_bounds__(THREADS, 1)
   KeyTile keys = key_tile<BLOCK_M, BLOCK_N, FEATURES>(ticket, score, batch, heads_kv, seqlen_q,
                                                       seqlen_k, heads_at_a_time);
   KeyRange band = keys.band;
-  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.start;
+  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.k_start;
   int heads_each = uint32(heads_q) / uint32(heads_kv), tiles_q = cdiv(seqlen_q, int64(BLOCK_M));
-  int steps = heads_each * (keys.query_end - keys.query_first);
+  int steps = heads_each * (keys.tile_end - keys.tile_first);
   // First to last, or where the later ones are done first, last to first; then the next head.
   int head = head_kv * heads_each;
-  int q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
+  int q_tile = DETERMINISTIC ? keys.tile_end - 1 : keys.tile_first;
   auto next_query_tile = [&]() {
-    if (DETERMINISTIC ? --q_tile < keys.query_first : ++q_tile == keys.query_end) {
-      q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
+    if (DETERMINISTIC ? --q_tile < keys.tile_first : ++q_tile == keys.tile_end) {
+      q_tile = DETERMINISTIC ? keys.tile_end - 1 : keys.tile_first;
       ++head;
     }
   };
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         int query_tile = (batch_index * int(heads_q) + head) * tiles_q + q_tile;
         int* counter = turns + 1 + query_tile;
         acc_t<T>* sum = dq_acc + int64(query_tile) * DQ;
-        int turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : 1;
+        int turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : BEING_STORED;
         bool is_first = wait_for_turn<DETERMINISTIC>(counter, turn);
         fence_proxy_async_global();
         mbarrier_wait(dq_full, step & 1);

@@ -14,7 +14,7 @@
 //                warpgroup of which one thread produces and two add, and two that have half of the
 //                columns of dk, dv and dq each
 // Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
-//                p, and half of dq of one query tile
+//                p, ones, and half of dq of one query tile
 // Registers:     half of dk and dv, and by turns one product of 64 x 64, parts of dq, p in 16 bits
 // Twin:          numba_kernels/attention_flash_wgmma_bwd_wide.py
 // Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   uint32 q_smem = v_smem + KEY_BYTES, dout_smem = q_smem + Q_STAGES * QUERY_BYTES;
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES, p_smem = ds_smem + 2 * P_BYTES;
   uint32 stats_smem = p_smem + P_BYTES, ones_smem = stats_smem + Q_STAGES * STATS_BYTES;
-  uint32 dq_smem = ones_smem + ONES_BYTES;
+  uint32 dq_smem =
+      ones_smem + ONES_BYTES;  // memcheck wants something behind operands (scripts/sanitize.py)
   uint32 k_full = dq_smem + 2 * PART_BYTES, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;
@@ -89,15 +90,15 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
   KeyTile keys = key_tile<BLOCK_M, BLOCK_N, FEATURES>(ticket, score, batch, heads_kv, seqlen_q,
                                                       seqlen_k, heads_at_a_time);
   KeyRange band = keys.band;
-  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.start;
+  int batch_index = keys.batch_index, head_kv = keys.head, k_start = keys.k_start;
   int heads_each = uint32(heads_q) / uint32(heads_kv), tiles_q = cdiv(seqlen_q, int64(BLOCK_M));
-  int steps = heads_each * (keys.query_end - keys.query_first);
+  int steps = heads_each * (keys.tile_end - keys.tile_first);
   // First to last, or where the later ones are done first, last to first; then the next head.
   int head_tiles = (batch_index * int(heads_q) + head_kv * heads_each) * tiles_q;
-  int q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
+  int q_tile = DETERMINISTIC ? keys.tile_end - 1 : keys.tile_first;
   auto next_query_tile = [&]() {
-    if (DETERMINISTIC ? --q_tile < keys.query_first : ++q_tile == keys.query_end) {
-      q_tile = DETERMINISTIC ? keys.query_end - 1 : keys.query_first;
+    if (DETERMINISTIC ? --q_tile < keys.tile_first : ++q_tile == keys.tile_end) {
+      q_tile = DETERMINISTIC ? keys.tile_end - 1 : keys.tile_first;
       head_tiles += tiles_q;
     }
   };
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_bwd_wide(
       for (int part = 0; part < steps * PARTS; ++part) {
         int query_tile = head_tiles + q_tile, panel = adder * PARTS + part % PARTS;
         if (part % PARTS == 0) {
-          turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : 1;
+          turn = DETERMINISTIC ? turn_of<BLOCK_M, BLOCK_N, FEATURES>(keys, q_tile) : BEING_STORED;
           is_first = wait_for_turn<DETERMINISTIC>(counters + query_tile, turn);
           fence_proxy_async_global();
         }

@@ -326,6 +326,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       }
     }
     before = t;
+    // Its last scores are there: the next Q comes during the last product.
     __syncwarp();  // all lanes have read what is known of the query tile
     free_slot(q_empty, tiles_loaded % Q_STAGES);
     if (!SEAMLESS || k_start < t.k_end) finish();

@@ -43,7 +43,8 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     double scale) {
   constexpr int LANES = HEAD_DIM / 8;
   griddepcontrol_launch_dependents();
-  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // each is of 32 bytes: 2^32 fit nowhere
+  uint32 index =
+      blockIdx.x * blockDim.x + threadIdx.x;  // each has 32 bytes of dq_acc: 2^32 fit nowhere
   uint32 rows = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * BLOCK_M;
   uint32 row = index / LANES % rows;
   uint32 head = index / LANES / rows;   // of all batches
@@ -73,14 +74,14 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
   uint32 tile = index / LANES / BLOCK_M, tiles = uint32(batch * heads_q) * (rows / BLOCK_M);
   if (index == 0) turns[0] = 0;
   if (row % BLOCK_M < ADDERS) turns[1 + row % BLOCK_M * tiles + tile] = 0;
-  float lse_in_scores = 0;
+  float lse_over_scale = 0;
   if (row < seqlen_q) {
     int64 at = head * seqlen_q + row;
-    lse_in_scores = lse[at] / float(scale);
+    lse_over_scale = lse[at] / float(scale);
     if (dlse) sum -= dlse[at];
   }
   uint4* of_tile = reinterpret_cast<uint4*>(stats) + int64(tile) * (BLOCK_M * 2);
   of_tile += row % BLOCK_M;
-  store_three_bfloat16(of_tile, -lse_in_scores);
+  store_three_bfloat16(of_tile, -lse_over_scale);
   store_three_bfloat16(of_tile + BLOCK_M, -sum);
 }

@@ -40,9 +40,10 @@ __device__ __forceinline__ int own_end(const QueryTile& t, int q_first) {
   return max(t.k_start + 1, last_key<FEATURES>(t.band, q_first + 64));
 }
 
-// A key tile, and the query tiles of a head that have to do with it: some row of each sees some key.
+// A key tile, and the query tiles of a head that have to do with it, from tile_first to tile_end:
+// some row of each sees some key.
 struct KeyTile {
-  int batch_index, head, tile, start, query_first, query_end;
+  int batch_index, head, tile, k_start, tile_first, tile_end;
   KeyRange band;
 };
 
@@ -61,12 +62,12 @@ __device__ __forceinline__ KeyTile key_tile(uint32 tile,
   t.batch_index = at.head / uint32(heads_kv);
   t.head = at.head % uint32(heads_kv);
   t.tile = at.tile;
-  t.start = t.tile * BLOCK_N;
+  t.k_start = t.tile * BLOCK_N;
   t.band = key_range<FEATURES>(score, t.batch_index, seqlen_q, seqlen_k);
-  int q_first = first_query<FEATURES>(t.band, t.start);
-  int q_last = last_query<FEATURES>(t.band, t.start + BLOCK_N);
-  t.query_first = q_first / BLOCK_M;
-  t.query_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : t.query_first;
+  int q_first = first_query<FEATURES>(t.band, t.k_start);
+  int q_last = last_query<FEATURES>(t.band, t.k_start + BLOCK_N);
+  t.tile_first = q_first / BLOCK_M;
+  t.tile_end = q_first < q_last ? cdiv(q_last, BLOCK_M) : t.tile_first;
   return t;
 }
 
@@ -76,9 +77,11 @@ __device__ __forceinline__ int turn_of(const KeyTile& keys, int q_tile) {
   return keys.tile - first_key<FEATURES>(keys.band, q_tile * BLOCK_M) / BLOCK_N;
 }
 
-// Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it is
-// 0 as long as nobody has come, 1 while the first one stores, and then 2. Waits until we may add,
-// and tells whether we are the first, who stores.
+// Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it
+// is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more. Waits
+// until we may add, and tells whether we are the first, who stores. Before the copy engine does
+// either, a fence_proxy_async_global is wanted.
+constexpr int BEING_STORED = 1;
 template <int DETERMINISTIC>
 __device__ __forceinline__ bool wait_for_turn(int* counter, int turn) {
   if (DETERMINISTIC) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ bool wait_for_turn(int* counter, int turn) {
     }
     return turn == 0;
   }
-  int found = atom_cas_acquire(counter, 0, turn);
-  while (found == turn) found = ld_acquire(counter);
+  int found = atom_cas_acquire(counter, 0, BEING_STORED);
+  while (found == BEING_STORED) found = ld_acquire(counter);
   return found == 0;
 }

@@ -88,8 +88,9 @@ __device__ __forceinline__ void start_nt(float (&acc)[B_ROWS / 2], uint32 a, uin
   wgmma_commit_group();
 }
 
-// Starts it from a number of each column: the sum of three of the bfloat16 that lie in 16 bytes of
-// its own from `of_cols` on. `ones` (store_ones) times those is a product too.
+// Starts it from a number of each column: the sum of the first three of eight bfloat16, which
+// have 16 bytes of shared memory to themselves, `of_cols` and on. It is a product too, of `ones`
+// (store_ones) and those: bfloat16 whatever T is, for their range, and a NaN stays in its column.
 template <typename T, int DEPTH, int A_ROWS, int B_ROWS>
 __device__ __forceinline__ void start_nt_from(float (&acc)[B_ROWS / 2],
                                               uint32 a,
@@ -98,14 +99,19 @@ __device__ __forceinline__ void start_nt_from(float (&acc)[B_ROWS / 2],
                                               uint32 of_cols) {
   register_fence(acc);
   wgmma_fence();
-  // All rows of `ones` are the same, and its other half, of zeros, meets those bytes again.
+  // The right half of `ones`, of zeros, meets those bytes again.
   Wgmma<__nv_bfloat16, B_ROWS>::ss(acc, wgmma_plain_descriptor(ones, 128, 0),
                                    wgmma_plain_descriptor(of_cols, 0, 128), false);
   multiply_nt<T, DEPTH, A_ROWS, B_ROWS>(acc, a, b, true);
   wgmma_commit_group();
 }
 
-// Eight rows of three ones and 13 zeros, by 16 threads: ONES_BYTES of shared memory.
+// What `ones` stands for: 64 rows of three ones and 13 zeros, as bfloat16. All rows are the same,
+// so that eight of them will do, left half and right half, each in 128 bytes. By 16 threads, in
+// front of a barrier.
+//
+//     | 1 1 1 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |
+//     | ...  eight rows |                 |
 constexpr int ONES_BYTES = 256;
 __device__ __forceinline__ void store_ones(char* ones, int thread) {
   uint4 three = make_uint4(0x3f803f80, 0x3f80, 0, 0);  // as bfloat16

@@ -2,6 +2,7 @@
 
   dq = scale * dq_acc, or 0 in a query tile to which nobody has added
 
+Of several adders' counters (turns) the first one's are read: all have added to the same tiles.
 dq_acc holds accumulators of 16 x 8 (ptx_sm80.cuh, mma_m16n8k16), four floats of each lane after
 each other: so every addition to it was one access, and the lanes' accesses lay side by side.
 
@@ -27,7 +28,7 @@ def attention_dq(T, BLOCK_M, HEAD_DIM):
     @cuda.jit
     def kernel(
         dq_acc,  # (batch, heads_q, query tiles, BLOCK_M, ..)
-        turns,  # 1 + (batch, heads_q, query tiles), or null
+        turns,  # 1 + (.., batch, heads_q, query tiles), or null
         dq,  # (batch, heads_q, seqlen_q, head_dim)
         dq_strides,
         batch,

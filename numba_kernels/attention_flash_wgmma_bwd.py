@@ -5,21 +5,23 @@
 As attention_flash_mma_bwd, a block keeps a tile of keys and walks over the queries that see
 them. The products are wgmmas of transposed scores, keys down and queries across: p^T and ds^T
 then lie in registers as the next products want them, and only ds goes through shared memory, for
-dq. A producer's copies keep rings of q and dout filled. dv is started as soon as p is there: ds
-is then made, stored and waited for while the tensor cores have work. The next scores are started
-before this step's dq and dk are there. Between steps nothing is under way, or the compiler would
-wait after every product. dq is added up in dq_acc, in fp32 and in the layout of accumulators, by
-the copy engine: the consumers put it into shared memory and go on, and another thread, the
-adder, sees to the rest. attention_dq rounds it. A counter of each query tile says who is the
-first one there, who stores instead of adding, so that no zeros have to be written and read; and
-with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks then take their key
-tiles from a counter as well: whoever waits for a turn waits for a block that has started.
+dq. The sums for p and ds start from -lse / scale and from -delta, which attention_row_stats has
+made operands of. A producer's copies keep rings of q and dout filled. dv is started as soon as p
+is there: ds is then made, stored and waited for while the tensor cores have work. The next
+scores are started before this step's dq and dk are there. Between steps nothing is under way, or
+the compiler would wait after every product. dq is added up in dq_acc, in fp32 and in the layout
+of accumulators, by the copy engine: the consumers put it into shared memory and go on, and
+another thread, the adder, sees to the rest. attention_dq rounds it. A counter of each query tile
+says who is the first one there, who stores instead of adding, so that no zeros have to be
+written and read; and with DETERMINISTIC whose turn it is to add: the order of the keys. Blocks
+then take their key tiles from a counter as well: whoever waits for a turn waits for a block that
+has started.
 
 Work split:    a block owns BLOCK_N keys of one key head, for all query heads that read it: a
                warpgroup of which one thread produces and one adds, and two of 64 keys each; of
                dq each has 64 rows, or with BLOCK_M = 64 half of the columns
 Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
-               and dq of one query tile
+               ones to multiply the statistics by, and dq of one query tile
 Registers:     dk and dv of 64 keys a warpgroup, two products, and p and ds in 16 bits
 Twin:          cuda_src/attention_flash_wgmma_bwd.cu
 Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -28,7 +30,7 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
-from .block_tiles import key_tile, turn_of, wait_for_turn
+from .block_tiles import BEING_STORED, key_tile, turn_of, wait_for_turn
 from .common import LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
 from .ptx_sm80 import (
     atom_inc,
@@ -139,6 +141,7 @@ def attention_flash_wgmma_bwd(
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
         stats_smem = uint32(ds_smem + 2 * DS_BYTES)
         ones_smem = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        # Memcheck wants something behind operands (scripts/sanitize.py).
         dq_smem = uint32(ones_smem + ONES_BYTES)
         k_full = uint32(dq_smem + DQ * 4)
         v_full = uint32(k_full + 8)
@@ -201,7 +204,7 @@ def attention_flash_wgmma_bwd(
                     query_tile = int32((batch_index * int32(heads_q) + head) * tiles_q + q_tile)
                     counter = advance(turns, 1 + query_tile)
                     total = advance(dq_acc, int64(query_tile) * DQ)
-                    turn = int32(1)
+                    turn = int32(BEING_STORED)
                     if DETERMINISTIC:
                         turn = turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile)
                     is_first = wait_for_turn(DETERMINISTIC, counter, turn)

@@ -14,7 +14,7 @@ Work split:    a block owns BLOCK_N keys of one key head, for all query heads th
                warpgroup of which one thread produces and two add, and two that have half of the
                columns of dk, dv and dq each
 Shared memory: the K and V tiles, rings of q with the rows' statistics and of dout, two ds tiles,
-               p, and half of dq of one query tile
+               p, ones, and half of dq of one query tile
 Registers:     half of dk and dv, and by turns one product of 64 x 64, parts of dq, p in 16 bits
 Twin:          cuda_src/attention_flash_wgmma_bwd_wide.cu
 Launched by:   workbench/launchers.py, attention_flash_wgmma
@@ -23,7 +23,7 @@ Launched by:   workbench/launchers.py, attention_flash_wgmma
 from numba import cuda
 from numba.cuda import types
 
-from .block_tiles import key_tile, turn_of, wait_for_turn
+from .block_tiles import BEING_STORED, key_tile, turn_of, wait_for_turn
 from .common import LOG2E, advance, cdiv, div, offset_of, reinterpret, rem
 from .ptx_sm80 import (
     atom_inc,
@@ -135,6 +135,7 @@ def attention_flash_wgmma_bwd_wide(
         ds_smem = uint32(dout_smem + DOUT_STAGES * QUERY_BYTES)
         p_smem, stats_smem = uint32(ds_smem + 2 * P_BYTES), uint32(ds_smem + 3 * P_BYTES)
         ones_smem = uint32(stats_smem + Q_STAGES * STATS_BYTES)
+        # Memcheck wants something behind operands (scripts/sanitize.py).
         dq_smem = uint32(ones_smem + ONES_BYTES)
         k_full = uint32(dq_smem + 2 * PART_BYTES)
         v_full, q_full = uint32(k_full + 8), uint32(k_full + 8 * 2)
@@ -191,7 +192,7 @@ def attention_flash_wgmma_bwd_wide(
             if thread == 32 or thread == 64:
                 # 4f (adder). dq += ds k
                 adder, part = int32((thread >> 5) - 1), uint32(0)
-                turn, is_first = int32(1), False
+                turn, is_first = int32(BEING_STORED), False
                 counters = advance(turns, 1 + adder * int32(batch * heads_q) * tiles_q)
                 while part < steps * PARTS:
                     query_tile = int32(head_tiles + q_tile)

@@ -76,7 +76,7 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
         scale,
     ):
         griddepcontrol_launch_dependents()
-        # Each index is of 32 bytes: 2^32 fit nowhere.
+        # Each index has 32 bytes of dq_acc: 2^32 fit nowhere.
         index = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
         rows = uint32(cdiv(uint32(seqlen_q), BLOCK_M) * BLOCK_M)
         row = uint32(rem(uint32(div(index, LANES)), rows))
@@ -116,16 +116,16 @@ def attention_row_stats(T, BLOCK_M, HEAD_DIM, ADDERS):
             turns[0] = 0
         if in_tile < ADDERS:
             turns[1 + in_tile * tiles + tile] = 0
-        lse_in_scores = float32(0)
+        lse_over_scale = float32(0)
         if row < seqlen_q:
             at = int64(head) * seqlen_q + row
-            lse_in_scores = lse[at] / float32(scale)
+            lse_over_scale = lse[at] / float32(scale)
             if not is_null(dlse):
                 total -= dlse[at]
         of_tile = reinterpret(uint32, stats)
         of_tile = advance(of_tile, int64(tile) * (BLOCK_M * 8))
         of_tile = advance(of_tile, in_tile * 4)
-        store_three_bfloat16(of_tile, -lse_in_scores)
+        store_three_bfloat16(of_tile, -lse_over_scale)
         store_three_bfloat16(advance(of_tile, BLOCK_M * 4), -total)
 
     return kernel

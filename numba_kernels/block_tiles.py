@@ -61,8 +61,9 @@ def own_end(FEATURES, t, q_first):
     return int32(max(t.k_start + 1, last_key(FEATURES, t.band, int32(q_first + 64))))
 
 
-# A key tile, and the query tiles of a head that have to do with it: some row of each sees some key.
-KeyTile = namedtuple("KeyTile", "batch_index head tile start query_first query_end band")
+# A key tile, and the query tiles of a head that have to do with it, from tile_first to tile_end:
+# some row of each sees some key.
+KeyTile = namedtuple("KeyTile", "batch_index head tile k_start tile_first tile_end band")
 
 
 # The tile-th one: of each head the first ones, which most queries see, come first.
@@ -90,16 +91,20 @@ def turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile):
     return int32(keys.tile - div(first_key(FEATURES, keys.band, int32(q_tile * BLOCK_M)), BLOCK_N))
 
 
-# Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it is
-# 0 as long as nobody has come, 1 while the first one stores, and then 2. Waits until we may add,
-# and tells whether we are the first, who stores.
+# Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it
+# is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more. Waits
+# until we may add, and tells whether we are the first, who stores. Before the copy engine does
+# either, a fence_proxy_async_global is wanted.
+BEING_STORED = 1
+
+
 @cuda.jit(device=True, forceinline=True)
 def wait_for_turn(DETERMINISTIC, counter, turn):
     if DETERMINISTIC:
         while ld_acquire(counter) != turn:
             pass
         return turn == 0
-    found = atom_cas_acquire(counter, 0, turn)
-    while found == turn:
+    found = atom_cas_acquire(counter, 0, BEING_STORED)
+    while found == BEING_STORED:
         found = ld_acquire(counter)
     return found == 0

@@ -121,8 +121,9 @@ def start_nt(T, DEPTH, A_ROWS, B_ROWS):
     return function
 
 
-# Starts it from a number of each column: the sum of three of the bfloat16 that lie in 16 bytes of
-# its own from `of_cols` on. `ones` (store_ones) times those is a product too.
+# Starts it from a number of each column: the sum of the first three of eight bfloat16, which have
+# 16 bytes of shared memory to themselves, `of_cols` and on. It is a product too, of `ones`
+# (store_ones) and those: bfloat16 whatever T is, for their range, and a NaN stays in its column.
 def start_nt_from(T, DEPTH, A_ROWS, B_ROWS):
     multiply, fence = multiply_nt(T, DEPTH, A_ROWS, B_ROWS), register_fence(B_ROWS // 2)
     multiply_ones = wgmma_ss(types.bfloat16, B_ROWS)
@@ -131,7 +132,7 @@ def start_nt_from(T, DEPTH, A_ROWS, B_ROWS):
     def function(acc, a, b, ones, of_cols):
         fence(acc, 0)
         wgmma_fence()
-        # All rows of `ones` are the same, and its other half, of zeros, meets those bytes again.
+        # The right half of `ones`, of zeros, meets those bytes again.
         from_ones = wgmma_plain_descriptor(ones, 128, 0)
         multiply_ones(acc, 0, from_ones, wgmma_plain_descriptor(of_cols, 0, 128), False)
         multiply(acc, a, b, True)
@@ -140,7 +141,12 @@ def start_nt_from(T, DEPTH, A_ROWS, B_ROWS):
     return function
 
 
-# Eight rows of three ones and 13 zeros, by 16 threads: ONES_BYTES of shared memory.
+# What `ones` stands for: 64 rows of three ones and 13 zeros, as bfloat16. All rows are the same,
+# so that eight of them will do, left half and right half, each in 128 bytes. By 16 threads, in
+# front of a barrier.
+#
+#     | 1 1 1 0 0 0 0 0 | 0 0 0 0 0 0 0 0 |
+#     | ...  eight rows |                 |
 ONES_BYTES = 256
 
 

@@ -6,11 +6,10 @@
 The shapes are small and ragged, with and without options, forward and backward. Memory comes
 straight from the driver, so that an access past the end of an array is one past an allocation.
 
-Racecheck does not see that an mbarrier orders a bulk copy without a tensor map and the reads of
-what it brings, nor a thread's ordinary stores and other warps' reads: of attention_flash_wgmma it
-reports the row statistics of the backward and what the forward's producer tells of query tiles. The
-simulator, which follows mbarriers, finds no race there. Memcheck takes an operand of a wgmma for
-one piece of memory, whatever its strides are: none may lie at the very end.
+Racecheck does not see that an mbarrier orders a thread's ordinary stores and other warps' reads: of
+attention_flash_wgmma it reports what the forward's producer tells of query tiles. The simulator,
+which follows mbarriers, finds no race there. Memcheck takes an operand of a wgmma for one piece of
+memory, whatever its strides are: none may lie at the very end.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -98,18 +99,56 @@ def test_a_backend_loads_only_what_it_needs() -> None:
 
 
 class _Stream:
-    """A stream that only knows whether it captures; what is started on it is counted."""
+    """A stream that can be captured, and gives its graph or none."""
 
     def __init__(self, graph: Any = None, **_: Any) -> None:
-        self.ptr, self.graph = id(self), graph
+        self.ptr, self.graph, self.ended = id(self), graph, False
 
     def begin_capture(self) -> None:
         pass
 
     def end_capture(self) -> Any:
+        self.ended = True
         if self.graph is None:
             raise RuntimeError("no graphs here")
         return self.graph
+
+
+class _Driver:
+    """A plan without a GPU: what it starts and launches, and whether it can have graphs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, possible: bool = True) -> None:
+        self.started: list[int] = []  # streams
+        self.launched: list[Any] = []
+        self.made: list[_Stream] = []
+        self.fails_at = 0  # the how manieth stream's launches fail
+        graph = SimpleNamespace(launch=self.launched.append) if possible else None
+
+        def stream(**_: Any) -> _Stream:
+            self.made.append(_Stream(graph))
+            return self.made[-1]
+
+        monkeypatch.setattr(plan, "_relaxed_capture", nullcontext)
+        monkeypatch.setattr(plan, "_with_graphs", deque())
+        self.current = _Stream()
+        cuda = SimpleNamespace(
+            Stream=stream,
+            driver=SimpleNamespace(CUDADriverError=OSError),
+            runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
+        )
+        self.plan = object.__new__(plan.Plan)
+        self.plan._cupy = SimpleNamespace(cuda=cuda)
+        self.plan._current_stream = lambda: self.current
+        self.plan._workspace_bytes, self.plan._calls, self.plan._makes_graphs = 0, {}, True
+        monkeypatch.setattr(self.plan, "_starts", lambda on, *_: [lambda: self.start(on)])
+
+    def start(self, stream: int) -> int:
+        self.started.append(stream)
+        return int(stream != self.current.ptr and len(self.made) == self.fails_at)
+
+    def run(self, q: int, times: int = 1, *, captured: bool = False) -> None:
+        for _ in range(times):
+            self.plan.run({"q": q}, captured)
 
 
 @pytest.mark.parametrize("possible", [True, False])
@@ -117,53 +156,40 @@ def test_a_plan_makes_a_graph_of_what_comes_often(
     possible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU. Where the driver cannot make one, it is asked once and all goes on."""
-    launched, started, made = [], [], []
-    graph = SimpleNamespace(launch=launched.append) if possible else None
-
-    def stream(**options: Any) -> _Stream:
-        made.append(options)
-        return _Stream(graph)
-
-    monkeypatch.setattr(plan, "_relaxed_capture", nullcontext)
-    current = _Stream()
-    cuda = SimpleNamespace(
-        Stream=stream,
-        driver=SimpleNamespace(CUDADriverError=OSError),
-        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
-    )
-    tried = object.__new__(plan.Plan)
-    tried._cupy = SimpleNamespace(cuda=cuda)
-    tried._current_stream = lambda: current
-    tried._workspace_bytes, tried._calls = 0, {}
-    tried._graphs_left = plan._MOST_GRAPHS
-    monkeypatch.setattr(
-        tried, "_starts", lambda on, *_: [lambda: started.append(on)], raising=False
-    )
-    for _ in range(plan._OFTEN):
-        tried.run({"q": 1}, captured=False)
-    assert started == [current.ptr] * plan._OFTEN + [started[-1]]
-    assert started[-1] != current.ptr
-    assert len(made) == 1
-    before = len(started)
-    for _ in range(3):
-        tried.run({"q": 1}, captured=False)
-    assert launched == ([current] * 3 if possible else [])
-    assert len(started) == before + (0 if possible else 3)
-    tried.run({"q": 1}, captured=True)  # into the caller's graph, kernel by kernel
-    tried.run({"q": 2}, captured=False)
+    driver = _Driver(monkeypatch, possible=possible)
+    current, started = driver.current, driver.started
+    driver.run(1, plan._OFTEN)
+    assert started == [current.ptr] * plan._OFTEN + [driver.made[0].ptr]
+    driver.run(1, 3)
+    assert driver.launched == ([current] * 3 if possible else [])
+    assert len(started) == plan._OFTEN + 1 + (0 if possible else 3)
+    driver.run(1, captured=True)  # into the caller's graph, kernel by kernel
+    driver.run(2)
     assert started[-2:] == [current.ptr] * 2
-    assert len(made) == 1
+    assert len(driver.made) == 1
 
 
-def test_graphs_outlive_the_addresses_that_came_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = object.__new__(plan.Plan)
-    tried._current_stream, tried._workspace_bytes = _Stream, 0
-    tried._calls = {i: plan._Call([], graph=i or None) for i in range(plan._MOST)}
-    monkeypatch.setattr(tried, "_starts", lambda *_: [], raising=False)
-    tried._graphs_left = 0
-    tried.run({"q": 1}, captured=False)
-    assert len(tried._calls) == plan._MOST
-    assert 0 not in tried._calls
+def test_a_graph_that_lacks_a_launch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture of it may well succeed; it is ended in any case."""
+    driver = _Driver(monkeypatch)
+    driver.fails_at = 1
+    driver.run(1, plan._OFTEN + 5)
+    assert driver.made[0].ended
+    assert not driver.launched
+    assert len(driver.made) == 1
+
+
+def test_the_oldest_of_too_many_graphs_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MOST_GRAPHS", 2)
+    driver = _Driver(monkeypatch)
+    for q in range(3):
+        driver.run(q, plan._OFTEN)
+    calls = list(driver.plan._calls.values())
+    assert [call.graph is not None for call in calls] == [False, True, True]
+    driver.run(0)
+    assert not driver.launched
+    driver.run(0, plan._OFTEN)  # and comes again
+    assert [call.graph is not None for call in calls] == [True, False, True]
 
 
 def test_the_host_answers_the_same_from_many_threads() -> None:
@@ -558,6 +584,11 @@ def test_vector_add_is_captured_too(backend: str) -> None:
         np.testing.assert_array_equal(as_numpy(out), as_numpy(b) + np.float32(5))
 
 
+def _graphs() -> int:
+    calls = [call for p in dispatch._plans.values() for call in p._calls.values()]
+    return sum(call.graph is not None for call in calls)
+
+
 @pytest.mark.gpu
 @languages
 @pytest.mark.usefixtures("fresh")
@@ -567,7 +598,7 @@ def test_a_call_that_comes_often_is_one_graph(backend: str) -> None:
 
     q, k, v, dout = to_gpu(*inputs(np.float16), array(B, HQ, NQ, D, seed=9, dtype=np.float16))
     for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
-        graphs = 0
+        before = _graphs()
         for seed in range(3 * plan._OFTEN):
             new = [*inputs(np.float16, seed), array(B, HQ, NQ, D, seed=seed, dtype=np.float16)]
             for x, y in zip((q, k, v, dout), new, strict=True):
@@ -585,9 +616,7 @@ def test_a_call_that_comes_often_is_one_graph(backend: str) -> None:
             for got, want in zip(grads, wants, strict=True):
                 close(got, want, np.float16)
             del out, lse, grads
-            calls = [call for p in dispatch._plans.values() for call in p._calls.values()]
-            graphs = sum(call.graph is not None for call in calls)
-        assert graphs >= 2
+        assert _graphs() >= before + 2
     with stream:
         stream.begin_capture()
         out = attention(q, k, v, causal=True, backend=backend)
@@ -611,9 +640,12 @@ def test_threads_may_share_an_output(backend: str) -> None:
         for _ in range(200):
             vector_add(a, b, out=out, backend=backend)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    np.testing.assert_array_equal(out.get(), a.get() + b.get())
+    for factor in (1, 2):
+        a *= factor
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        np.testing.assert_array_equal(out.get(), a.get() + b.get())
+    assert _graphs() > 0
 
 
 @pytest.mark.gpu
@@ -647,6 +679,7 @@ def test_four_threads_on_four_streams(known: bool, backend: str) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, range(4)))
+    assert _graphs() > 0
     for i, outs in enumerate(results):
         for out in outs[:-1]:
             close(out, wants[i])

@@ -288,22 +288,32 @@ def test_few_queries_take_large_tiles_while_all_run_at_once(
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "head_dim", "most", "causal", "in_turn"),
+    ("seqlen", "head_dim", "heads"),
     [
-        (512, 128, 8, 8, 33), (4096, 128, 5, 8, 4), (16384, 128, 2, 8, 2), (512, 256, 8, 8, 16),
-        (16384, 256, 1, 1, 2),
+        (512, 128, (8, 8, 33, 66)), (4096, 128, (5, 8, 4, 16)), (16384, 128, (2, 8, 2, 8)),
+        (512, 256, (8, 8, 16, 33)), (16384, 256, (1, 1, 2, 4)),
     ],
 )  # fmt: skip
 def test_long_backwards_take_few_heads_at_a_time(
-    seqlen: int, head_dim: int, most: int, causal: int, in_turn: int
+    seqlen: int, head_dim: int, heads: tuple[int, ...]
 ) -> None:
-    sizes = (4, 16, 16, seqlen, seqlen, head_dim, head_dim, 1.0)
-    for options, heads in (
-        ({}, most), ({"window_right": 0}, causal), ({"deterministic": True}, in_turn),
-    ):  # fmt: skip
-        problem = Problem("attention_backward", "bfloat16", *sizes, **options)
+    causal: dict[str, Any] = {"window_right": 0}
+    in_turn: dict[str, Any] = {"deterministic": True}
+    sizes = (8, 16, 16, seqlen, seqlen)
+
+    def taken(problem: Problem) -> Any:
         backward = launchers.attention_flash_wgmma(problem, "sm_90").launches[1]
-        assert dict(backward.values)["heads_at_a_time"] == heads
+        return dict(backward.values)["heads_at_a_time"]
+
+    for options, want in zip(({}, causal, in_turn, causal | in_turn), heads, strict=True):
+        for dims in ((head_dim, head_dim), (head_dim - 56, head_dim)):  # of k and v
+            problem = Problem("attention_backward", "bfloat16", *sizes, *dims, 1.0, **options)
+            assert taken(problem) == want
+    # Of a key head that eight query heads share there is as much to add as of eight heads.
+    grouped = Problem(
+        "attention_backward", "bfloat16", 64, 16, 2, 512, 512, 128, 128, 1.0, **in_turn
+    )
+    assert taken(grouped) == 50 * 2**20 // (4 * 128 * (512 + 2 * 8 * 512)) // 2
 
 
 @ROWS

@@ -414,18 +414,19 @@ def _heads_at_a_time(problem: Problem, heads: int, blocks: int = 1) -> tuple[tup
     with `blocks` a head, no more heads than all multiprocessors work on at once. But with tiles of
     all lengths the long ones should come first, of so many heads that short ones are left to fill
     up the end (not with wide heads, whose dq fills the cache). And blocks that add in turn wait for
-    others of their head: then as many heads as the cache holds, or half of it where all tiles are
-    long.
+    others of their head: then as many heads as the cache holds, half of it where all tiles are
+    long, but never so few that all blocks of a head would start together.
     """
     at_once = cdiv(MULTIPROCESSORS, max(1, blocks))
+    dim = _padded(max(problem.head_dim, problem.head_dim_v))
     if problem.op == "attention":
         most = 32 if problem.has_range else 16
     elif problem.deterministic:
-        # q, k, v and dout, and dq in fp32
-        a_head = 12 * max(1, problem.seqlen_q) * max(1, problem.head_dim)
-        in_cache = L2_BYTES // a_head
+        # k and v; and of each query head q and dout, and dq in fp32
+        rows = problem.seqlen_k + 2 * _heads_each(problem) * problem.seqlen_q
+        in_cache = L2_BYTES // (4 * dim * rows)
         most = max(in_cache, min(16, 4 * at_once)) if problem.has_range else max(2, in_cache // 2)
-    elif problem.has_range and problem.head_dim <= 128:
+    elif problem.has_range and dim <= 128:
         most = min(8, 4 * at_once)
     else:
         most = min(8, at_once)
@@ -613,9 +614,10 @@ def _flash_mma_bwd(problem: Problem, arch: str) -> Work:
     tiles_each = cdiv(problem.seqlen_k, tile.block_n)
     queries = problem.batch * problem.heads_q * cdiv(problem.seqlen_q, tile.block_m)
     delta, delta_space = _delta(problem)
-    at_a_time = _heads_at_a_time(problem, problem.heads_kv, tiles_each)
     if problem.deterministic:  # all: who waits for a turn here holds up the block's products
         at_a_time = (("heads_at_a_time", max(1, heads_total)),)
+    else:
+        at_a_time = _heads_at_a_time(problem, problem.heads_kv, tiles_each)
     return Work(
         (
             delta,

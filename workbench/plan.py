@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from workbench.tensormaps import encode_tiled
 _WORKSPACE_ALIGNMENT = 256  # bytes, as of any allocation
 _MOST = 1024  # addresses of a plan, as many as a program is likely to go round in
 _OFTEN = 16  # calls on the same addresses, after which the time that a graph takes is well spent
-_MOST_GRAPHS = 64  # of a plan: each takes some memory of the GPU
+_MOST_GRAPHS = 256  # of all plans: each takes some memory of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class _Call:
     lock: threading.Lock = field(default_factory=threading.Lock)  # no graph is for two threads
 
 
+_with_graphs: deque[_Call] = deque()  # the oldest graph first
+
+
 class Plan:
     """The launches of one kind of problem on one GPU.
 
@@ -83,7 +87,7 @@ class Plan:
         self._problem = problem
         self._tensor_maps: dict[tuple[TensorMap, int], bytes] = {}
         self._calls: dict[Any, _Call] = {}
-        self._graphs_left = _MOST_GRAPHS
+        self._makes_graphs = True
         with cupy.cuda.Device(device):
             launches = [launch for launch in work.launches if launch.grid]
             # The first one never overlaps: in front of it is what others have launched.
@@ -139,37 +143,55 @@ class Plan:
         if call is None:
             call = _Call(self._starts(stream.ptr, workspace, pointers))
             if len(self._calls) >= _MOST:
-                self._calls = {k: old for k, old in self._calls.items() if old.graph is not None}
+                self._calls.clear()
             self._calls[key] = call
         if captured:
             self._start(call.starts)
             return
-        if call.graph is not None:
+        graph = call.graph
+        if graph is not None:
             with call.lock:
-                call.graph.launch(stream)
+                graph.launch(stream)
             return
         self._start(call.starts)
         call.uses += 1
-        if call.uses >= _OFTEN and self._graphs_left > 0:
-            call.graph = self._graph(workspace, pointers)
-            self._graphs_left = self._graphs_left - 1 if call.graph is not None else 0
+        if call.uses >= _OFTEN and self._makes_graphs:
+            self._give_graph(call, workspace, pointers)
 
     def _start(self, starts: list[Callable[[], int | None]]) -> None:
         for start in starts:
             if status := start():
                 raise self._cupy.cuda.driver.CUDADriverError(status)
 
+    def _give_graph(self, call: _Call, workspace: int, pointers: dict[str, int]) -> None:
+        """Make a call one graph, if the driver can; the oldest one of too many goes."""
+        with call.lock:
+            if call.graph is not None:  # another thread was faster
+                return
+            call.graph = self._graph(workspace, pointers)
+            self._makes_graphs = call.graph is not None
+        if self._makes_graphs:
+            _with_graphs.append(call)
+        if len(_with_graphs) > _MOST_GRAPHS:
+            oldest = _with_graphs.popleft()
+            oldest.graph, oldest.uses = None, 0
+
     def _graph(self, workspace: int, pointers: dict[str, int]) -> Any:
         """The launches on these addresses as a graph, or None if the driver cannot make it."""
-        with _relaxed_capture():
-            stream = self._cupy.cuda.Stream(non_blocking=True)
+        cuda = self._cupy.cuda
+        with (
+            _relaxed_capture(),
+            suppress(cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError),
+        ):
+            stream = cuda.Stream(non_blocking=True)
             starts = self._starts(stream.ptr, workspace, pointers)
             stream.begin_capture()
-            with suppress(self._cupy.cuda.driver.CUDADriverError):  # it spoils the capture, too
+            try:
                 self._start(starts)
-            with suppress(self._cupy.cuda.runtime.CUDARuntimeError):
-                return stream.end_capture()
-            return None
+            finally:  # a stream must not be left in the middle of a capture
+                graph = stream.end_capture()
+            return graph
+        return None
 
     def _starts(
         self, stream: int, workspace: int, pointers: dict[str, int]
