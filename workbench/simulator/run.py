@@ -122,8 +122,10 @@ def run(
     }
     for space in work.workspaces:
         dtype = DTYPES.get(space.dtype, np.dtype(space.dtype) if space.dtype == "int32" else None)
-        fill = np.zeros if space.zeroed else np.empty
-        buffers[space.name] = Buffer(fill(space.shape, dtype), True, space.zeroed)
+        array = np.zeros(space.shape, dtype)
+        if not space.zeroed:
+            array.view(np.uint8)[...] = 0xFF  # NaN, or -1: nothing that goes unnoticed
+        buffers[space.name] = Buffer(array, True, space.zeroed)
     memory = GlobalMemory(buffers)
     checker = Checker(memory) if _options.checks else None
     values = launchers.argument_values(problem)
