@@ -326,8 +326,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_flash_wgmma_fwd(
       }
     }
     before = t;
-    // Its last scores are there: the next Q comes during the last product.
-    __syncwarp();  // all lanes have read what is known of the query tile
+    __syncwarp();  // all lanes are done with it: the next Q comes during the last product
     free_slot(q_empty, tiles_loaded % Q_STAGES);
     if (!SEAMLESS || k_start < t.k_end) finish();
     for (; k_start < t.k_end; k_start += BLOCK_N) pass_over();

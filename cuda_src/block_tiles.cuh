@@ -78,9 +78,9 @@ __device__ __forceinline__ int turn_of(const KeyTile& keys, int q_tile) {
 }
 
 // Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it
-// is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more. Waits
-// until we may add, and tells whether we are the first, who stores. Before the copy engine does
-// either, a fence_proxy_async_global is wanted.
+// is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more.
+// Waits until we may add, and tells whether we are the first, who stores. Before the copy engine
+// does either, a fence_proxy_async_global is wanted.
 constexpr int BEING_STORED = 1;
 template <int DETERMINISTIC>
 __device__ __forceinline__ bool wait_for_turn(int* counter, int turn) {

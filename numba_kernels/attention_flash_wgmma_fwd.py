@@ -414,8 +414,7 @@ def attention_flash_wgmma_fwd(
                 loaded = uint32(loaded + 1)
                 k_start = int32(k_start + BLOCK_N)
             before = t
-            # Its last scores are there: the next Q comes during the last product.
-            cuda.syncwarp()  # all lanes have read what is known of the query tile
+            cuda.syncwarp()  # all lanes are done with it: the next Q comes during the last product
             free_slot(q_empty, uint32(rem(tiles_loaded, Q_STAGES)))
             if not SEAMLESS or k_start < t.k_end:
                 finish(before, loaded)

@@ -92,9 +92,9 @@ def turn_of(BLOCK_M, BLOCK_N, FEATURES, keys, q_tile):
 
 
 # Each query tile has a counter of those who have added to its dq, if they do so in turn. Else it
-# is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more. Waits
-# until we may add, and tells whether we are the first, who stores. Before the copy engine does
-# either, a fence_proxy_async_global is wanted.
+# is 0 as long as nobody has come, BEING_STORED while the first one stores, and then one more.
+# Waits until we may add, and tells whether we are the first, who stores. Before the copy engine
+# does either, a fence_proxy_async_global is wanted.
 BEING_STORED = 1
 
 
