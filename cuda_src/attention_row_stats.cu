@@ -43,8 +43,7 @@ __global__ void attention_row_stats(const T* dout,         // (batch, heads_q, s
                                     double scale) {
   constexpr int LANES = HEAD_DIM / 8;
   griddepcontrol_launch_dependents();
-  uint32 index =
-      blockIdx.x * blockDim.x + threadIdx.x;  // each has 32 bytes of dq_acc: 2^32 fit nowhere
+  uint32 index = blockIdx.x * blockDim.x + threadIdx.x;  // of 32 bytes of dq_acc: 2^32 fit nowhere
   uint32 rows = cdiv(uint32(seqlen_q), uint32(BLOCK_M)) * BLOCK_M;
   uint32 row = index / LANES % rows;
   uint32 head = index / LANES / rows;   // of all batches
