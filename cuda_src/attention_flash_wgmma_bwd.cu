@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32 ds_smem = dout_smem + DOUT_STAGES * QUERY_BYTES;
   uint32 stats_smem = ds_smem + 2 * DS_BYTES;
   uint32 ones_smem = stats_smem + Q_STAGES * STATS_BYTES;
-  uint32 dq_smem =
-      ones_smem + ONES_BYTES;  // memcheck wants something behind operands (scripts/sanitize.py)
+  // Memcheck wants something behind operands (scripts/sanitize.py).
+  uint32 dq_smem = ones_smem + ONES_BYTES;
   uint32 k_full = dq_smem + DQ * 4, v_full = k_full + 8;
   uint32 q_full = v_full + 8, q_empty = q_full + 8 * Q_STAGES;
   uint32 dout_full = q_empty + 8 * Q_STAGES, dout_empty = dout_full + 8 * DOUT_STAGES;

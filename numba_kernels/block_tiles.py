@@ -76,13 +76,13 @@ def key_tile(
     head, tile = head_tile(tile, tiles_k, heads_total, uint32(heads_at_a_time))
     batch_index = int32(div(head, uint32(heads_kv)))
     head = int32(rem(head, uint32(heads_kv)))
-    tile, start = int32(tile), int32(tile * BLOCK_N)
+    tile, k_start = int32(tile), int32(tile * BLOCK_N)
     band = key_range(FEATURES, score, batch_index, seqlen_q, seqlen_k)
-    q_first = first_query(FEATURES, band, start)
-    q_last = last_query(FEATURES, band, int32(start + BLOCK_N))
-    first = int32(div(q_first, BLOCK_M))
-    end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else first)
-    return KeyTile(batch_index, head, tile, start, first, end, band)
+    q_first = first_query(FEATURES, band, k_start)
+    q_last = last_query(FEATURES, band, int32(k_start + BLOCK_N))
+    tile_first = int32(div(q_first, BLOCK_M))
+    tile_end = int32(cdiv(q_last, BLOCK_M) if q_first < q_last else tile_first)
+    return KeyTile(batch_index, head, tile, k_start, tile_first, tile_end, band)
 
 
 # How many key tiles some row of a query tile sees before ours.
